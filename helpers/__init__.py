@@ -1,0 +1,1 @@
+"""Measure, predict and reduce the memory that training takes: the code behind the notebooks."""

@@ -1,0 +1,1 @@
+"""The two models, and how a model's forward pass is cut into segments for checkpointing."""
