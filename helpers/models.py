@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
+import json
+import os
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+# transformers is imported where it is used: it takes seconds, and VGG16 does not need it.
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase, XLMRobertaConfig
 
 # --- VGG16 ---------------------------------------------------------------------------------
 
@@ -315,3 +325,316 @@ def hugging_face_checkpointing(model: nn.Module, enable: bool = True) -> None:
         switch(**{kwargs_name: {"use_reentrant": False}})
     else:
         switch()
+
+
+# --- XLM-R ---------------------------------------------------------------------------------
+
+# Conneau et al. (2020), arXiv:1911.02116. Base and Large as published; the two small ones are for
+# machines without a GPU: same classes, same code path, fewer and narrower layers.
+XLMR_SIZES = {
+    size: {
+        "vocab_size": pieces,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }
+    for size, pieces, width, layers, heads in [
+        ("tiny", 1_000, 32, 2, 2),
+        ("small", 4_000, 128, 4, 4),
+        ("base", 250_002, 768, 12, 12),
+        ("large", 250_002, 1024, 24, 16),
+    ]
+}
+
+# A tokenizer trained here is for a small corpus: more pieces than this are words seen once or twice.
+MAX_TRAINED_PIECES = 4_000
+
+
+class XlmrParts(NamedTuple):
+    """A classifier with one logit, its tokenizer, and a sentence on where they come from."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    source: str
+
+
+def xlmr_config(size: str = "small", **changes) -> XLMRobertaConfig:
+    """The configuration of an XLM-R classifier with one logit: "tiny", "small", "base" or "large".
+
+    `changes` are fields of `XLMRobertaConfig`, e.g. `hidden_dropout_prob=0.0`. The longest text has
+    `max_position_embeddings` − 2 = 512 tokens, because positions count from behind the pad id.
+    """
+    from transformers import XLMRobertaConfig
+
+    if size not in XLMR_SIZES:
+        raise ValueError(f"no XLM-R size {size!r}: expected one of {', '.join(XLMR_SIZES)}")
+    published = dict(max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5)
+    return XLMRobertaConfig(**ONE_LOGIT, **(published | XLMR_SIZES[size] | changes))
+
+
+# With one label transformers would compute a mean squared error when it is given labels; this names
+# the binary cross-entropy. (The loop never gives it labels: it takes the logits.)
+ONE_LOGIT = {"num_labels": 1, "id2label": {0: "toxic"}, "label2id": {"toxic": 0},
+             "problem_type": "multi_label_classification"}  # fmt: skip
+
+
+def xlmr(
+    name_or_path_or_config: str | Path | PretrainedConfig = "xlm-roberta-base",
+    *,
+    texts: Iterable[str] | None = None,
+    seed: int = 0,
+) -> XlmrParts:
+    """`transformers.XLMRobertaForSequenceClassification` with one logit, in float32.
+
+    `name_or_path_or_config` is one of
+    - a folder written by `save_pretrained` of model and tokenizer;
+    - a model name on the Hugging Face hub, taken from the local cache or downloaded. Where the hub
+      cannot be reached, or HF_HUB_OFFLINE is set, it becomes the "small" size below, and one
+      printed sentence says so;
+    - a size ("tiny", "small", "base", "large") or an `XLMRobertaConfig`: random weights, and a
+      tokenizer trained on `texts`, or None without texts.
+
+    The model maps input_ids and attention_mask [batch, tokens] to `.logits` [batch, 1]; the loss on
+    them is `binary_cross_entropy_with_logits`. New weights depend on `seed` alone, and the caller's
+    random state is left as it was. `source` names what was loaded and which weights are new.
+
+    Raises FileNotFoundError for a folder or a file in it that is missing, ValueError for a model
+    that is not XLM-R, a name that the hub does not have, or a fallback without texts.
+    """
+    from transformers import PretrainedConfig
+
+    wanted = name_or_path_or_config
+    if isinstance(wanted, PretrainedConfig):
+        return _random_xlmr(wanted, "XLM-R of the given configuration", texts, seed)
+    if wanted in XLMR_SIZES:
+        return _random_xlmr(xlmr_config(str(wanted)), f"{wanted} XLM-R", texts, seed)
+    folder = Path(wanted).expanduser()
+    if folder.is_dir():
+        return _xlmr_from_folder(folder, seed)
+    if isinstance(wanted, Path) or folder.is_absolute() or str(wanted).startswith((".", "~")):
+        raise FileNotFoundError(f"no folder {wanted}: expected one written by save_pretrained")
+    unreachable = _why_not_on_hub(wanted)
+    if unreachable is None:
+        return _load_xlmr(wanted, f"{wanted} from the Hugging Face hub", seed)
+    if texts is None:
+        raise ValueError(
+            f"{wanted} could not be loaded ({unreachable}), and a small XLM-R in its place needs "
+            "texts to train its tokenizer on: pass texts=..., or the folder of a downloaded model"
+        )
+    parts = _random_xlmr(
+        xlmr_config("small"),
+        f"{wanted} could not be loaded ({unreachable}); in its place: small XLM-R",
+        texts,
+        seed,
+    )
+    print(parts.source)
+    return parts
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int = MAX_TRAINED_PIECES
+) -> PreTrainedTokenizerBase:
+    """A Unigram tokenizer that behaves like XLM-R's, trained on `texts`.
+
+    Ids 0 to 3 are <s>, <pad>, </s>, <unk> and the last one is <mask>, a text becomes `<s> … </s>`,
+    case is kept, runs of white space are one. At most `vocab_size` pieces, fewer for few texts; the
+    same texts always give the same tokenizer. Method: Kudo (2018), arXiv:1804.10959.
+    """
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers.models import Unigram
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(texts, str):
+        raise TypeError("texts is one string: expected an iterable of texts")
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+
+    def build(model: Unigram) -> Tokenizer:
+        tokenizer = Tokenizer(model)
+        tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+        )
+        return tokenizer
+
+    trained = build(Unigram())
+    trained.train_from_iterator(
+        texts,
+        trainers.UnigramTrainer(
+            vocab_size=vocab_size - 1,
+            special_tokens=special,
+            unk_token="<unk>",
+            show_progress=False,
+        ),
+    )
+    pieces = [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
+    if len(pieces) <= len(special):
+        raise ValueError("no texts to train a tokenizer on: every text is empty")
+    tokenizer = build(Unigram([*_in_fixed_order(pieces, special), ("<mask>", 0.0)], unk_id=3))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=512,
+        model_input_names=["input_ids", "attention_mask"],
+        bos_token="<s>",
+        cls_token="<s>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        sep_token="</s>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+    )
+
+
+def _in_fixed_order(pieces: list[tuple[str, float]], special: list[str]) -> list[tuple[str, float]]:
+    """`pieces` with scores and order that are the same after every training.
+
+    The trainer walks through hash maps whose order changes from run to run. That changes the last
+    digits of a score, and which of the rare single characters gets which score: those that are not
+    pieces of their own are appended 0.0001 apart, counted from the lowest score.
+    """
+    scores = {piece: score for piece, score in pieces if piece not in special}
+    lowest = min(scores.values())
+    rare = lowest + 1e-4 * sum(len(piece) == 1 for piece in scores)
+    fixed = {
+        piece: round(lowest if len(piece) == 1 and score <= rare else score, 6)
+        for piece, score in scores.items()
+    }
+    ordered = sorted(fixed.items(), key=lambda item: (-item[1], item[0]))
+    return [(token, 0.0) for token in special] + ordered
+
+
+def _random_xlmr(
+    config: PretrainedConfig, name: str, texts: Iterable[str] | None, seed: int
+) -> XlmrParts:
+    from transformers import XLMRobertaForSequenceClassification
+
+    _require_xlmr(config, name)
+    config = copy.deepcopy(config)
+    config.update(ONE_LOGIT)
+    tokenizer, said = None, "no tokenizer"
+    if texts is not None:
+        tokenizer = train_tokenizer(texts, min(config.vocab_size, MAX_TRAINED_PIECES))
+        said = f"a tokenizer of {len(tokenizer):,} pieces trained on the given texts"
+    with _seeded(seed):
+        model = XLMRobertaForSequenceClassification(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    source = f"{name}, random weights ({count:,} parameters, seed {seed}), {said}"
+    return XlmrParts(model, _limit_length(tokenizer, config), source)
+
+
+def _xlmr_from_folder(folder: Path, seed: int) -> XlmrParts:
+    found = sorted(path.name for path in folder.iterdir())
+    # Without a vocabulary transformers would build a tokenizer of five pieces and say nothing.
+    for needed in (["config.json"], ["tokenizer.json", "sentencepiece.bpe.model"]):
+        if not set(needed) & set(found):
+            raise FileNotFoundError(
+                f"{folder} has no {' or '.join(needed)}, found {', '.join(found) or 'nothing'}: "
+                "expected a folder into which model and tokenizer were saved with save_pretrained"
+            )
+    return _load_xlmr(str(folder), f"XLM-R from {folder}", seed)
+
+
+def _load_xlmr(name: str, origin: str, seed: int) -> XlmrParts:
+    from transformers import AutoConfig, AutoTokenizer, XLMRobertaForSequenceClassification
+
+    with _quiet_transformers(), _seeded(seed):
+        _require_xlmr(AutoConfig.from_pretrained(name), origin)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, loading = XLMRobertaForSequenceClassification.from_pretrained(
+            name, **ONE_LOGIT, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"{origin}: the tokenizer has {len(tokenizer):,} pieces, the model embeddings for "
+            f"{model.config.vocab_size:,}: they do not belong together"
+        )
+    new = sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])})
+    said = f"new weights (seed {seed}): {', '.join(new)}" if new else "all weights loaded"
+    # Half-precision weights on disk would stay so, and AMP needs float32 ones.
+    return XlmrParts(model.float(), _limit_length(tokenizer, model.config), f"{origin}; {said}")
+
+
+def _require_xlmr(config: PretrainedConfig, origin: str) -> None:
+    if config.model_type != "xlm-roberta":
+        raise ValueError(
+            f"{origin} is a model of type {config.model_type!r}: expected 'xlm-roberta'"
+        )
+
+
+def _limit_length(tokenizer, config: PretrainedConfig):
+    """Let the tokenizer know the longest text that the model has positions for."""
+    if tokenizer is not None:
+        longest = config.max_position_embeddings - config.pad_token_id - 1
+        tokenizer.model_max_length = min(tokenizer.model_max_length, longest)
+    return tokenizer
+
+
+def _why_not_on_hub(name: str, timeout: float = 5.0) -> str | None:
+    """Why `name` cannot be had from the hub, found within seconds; None if it can, or is cached."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        raise ValueError(
+            f"{name!r} is neither a folder nor a model name nor one of {', '.join(XLMR_SIZES)}"
+        ) from None
+    offline = huggingface_hub.constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "0") in (
+        "1",
+        "true",
+    )
+    answer: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            huggingface_hub.HfApi().model_info(name, timeout=timeout)
+            answer.append(None)
+        except Exception as error:  # handed to the caller's thread below
+            answer.append(error)
+
+    if isinstance(cached, str):
+        return None
+    if offline:
+        return "HF_HUB_OFFLINE is set and the model is not in the cache"
+    # In a thread, because looking up a host name has no timeout of its own.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * timeout)
+    if not answer:
+        return f"no answer from the hub within {2 * timeout:.0f} s"
+    if isinstance(answer[0], RepositoryNotFoundError):
+        raise ValueError(
+            f"the hub has no model {name!r} (or it is private): check the name"
+        ) from answer[0]
+    return None if answer[0] is None else "the hub cannot be reached"
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw from `seed` inside, and leave the caller's random state (the CPU's) as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without progress bar and report on new weights: `XlmrParts.source` says it in a sentence."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
