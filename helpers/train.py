@@ -1,0 +1,755 @@
+"""One training step, one loop for both tasks; every technique is a field of `Recipe`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError
+from tqdm.auto import tqdm
+
+from helpers.memory import Timeline, Timing, Usage, measure, timed
+from helpers.models import Checkpoint, checkpointing
+
+Batch = Any  # (images, labels), or a dict of tensors such as a tokenizer returns
+LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
+OptimizerFunction = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+# --- The recipe ----------------------------------------------------------------------------
+
+AMP_DTYPES = {"off": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is switched on in a training step. The default is plain float32 training.
+
+    amp: "off", "fp16" (with a gradient scaler) or "bf16": the type of autocast.
+    accumulate: micro-batches that a batch is split into; gradients add up to the whole batch's.
+    checkpoint: what is recomputed in the backward pass, see `helpers.models.checkpointing`.
+    clip_norm: largest norm of all gradients together, or None.
+    optimizer_in_backward: update each parameter as soon as its gradient is complete, and free it.
+    offload: keep what the backward pass needs in host memory (`save_on_cpu`).
+    amp_cache: autocast keeps its half-precision copies of the weights until it is left.
+    set_to_none: free gradients between steps instead of filling them with zeros.
+
+    Raises ValueError for unknown values and for switches that exclude each other.
+    """
+
+    amp: str = "off"
+    accumulate: int = 1
+    checkpoint: Checkpoint = None
+    clip_norm: float | None = None
+    optimizer_in_backward: bool = False
+    offload: bool = False
+    amp_cache: bool = True
+    set_to_none: bool = True
+
+    def __post_init__(self) -> None:
+        if self.amp not in AMP_DTYPES:
+            raise ValueError(f"amp={self.amp!r}: expected one of {', '.join(AMP_DTYPES)}")
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise ValueError(f"accumulate={self.accumulate!r}: expected a whole number of micro-batches, 1 or more")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm!r}: expected a norm above 0, or None for no clipping")
+        if self.optimizer_in_backward:
+            needs_whole_gradient = {
+                f"accumulate={self.accumulate}": self.accumulate > 1,
+                f"clip_norm={self.clip_norm}": self.clip_norm is not None,
+                "amp='fp16'": self.amp == "fp16",
+            }
+            for switch, on in needs_whole_gradient.items():
+                if on:
+                    raise ValueError(
+                        f"optimizer_in_backward and {switch} exclude each other: the update in the backward pass "
+                        "frees each gradient before the others are known; accumulation needs it kept, clipping "
+                        "needs the norm of all, and the fp16 scaler must see all before one is used"
+                    )
+
+    @property
+    def name(self) -> str:
+        """A short name for tables, such as "bf16 + accumulate 4"; "plain" for the default."""
+        parts = [self.amp] if self.amp != "off" else []
+        parts += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        parts += [f"checkpoint {self.checkpoint}"] if self.checkpoint is not None else []
+        parts += [f"clip {self.clip_norm:g}"] if self.clip_norm is not None else []
+        parts += ["optimizer in backward"] if self.optimizer_in_backward else []
+        parts += ["offload"] if self.offload else []
+        parts += [] if self.amp_cache else ["no autocast cache"]
+        parts += [] if self.set_to_none else ["gradients zeroed"]
+        return " + ".join(parts) or "plain"
+
+
+def check_recipe(recipe: Recipe, model: nn.Module) -> None:
+    """Stop before training if `recipe` cannot work on `model`; called once by `train` and its kin."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model requires a gradient: unfreeze at least one layer")
+    if recipe.amp == "off":
+        return
+    for name, parameter in trained:
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"amp={recipe.amp!r} needs float32 parameters, but {name} is {parameter.dtype}: "
+                "autocast makes the half-precision copies itself; use model.float(), or amp='off'"
+            )
+    last = list(model.modules())[-1]
+    if isinstance(last, nn.Sigmoid):
+        raise ValueError(
+            "the model ends in a Sigmoid, which saturates in half precision: return logits and use "
+            "binary_cross_entropy_with_logits, or amp='off'"
+        )
+
+
+def choose_amp(device: torch.device) -> str:
+    """The autocast type that a device is good at, announced in one line.
+
+    bf16 needs compute capability 8.0 (older cards only emulate it, whatever
+    `torch.cuda.is_bf16_supported()` says); older cards get fp16 with the scaler. A CPU gets bf16:
+    its float16 kernels are many times slower.
+    """
+    if device.type != "cuda":
+        choice, why = "bf16", "a CPU computes bfloat16 faster than float16"
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        choice = "bf16" if major >= 8 else "fp16"
+        why = f"compute capability {major}.{minor}, bfloat16 arithmetic begins with 8.0"
+    print(f"autocast type: {choice} ({why})")
+    return choice
+
+
+# --- Optimizers ----------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,  # the kernel that torch chooses: foreach on CUDA, a loop on the CPU
+    "adamw-fused": partial(torch.optim.AdamW, fused=True),
+    "adamw-forloop": partial(torch.optim.AdamW, foreach=False),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def make_optimizer(name: str, params: Iterable[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer called `name` (see OPTIMIZERS), with torch's defaults where `options` are silent."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer={name!r}: expected one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name](params, lr=lr, **options)
+
+
+class OptimizerInBackward(torch.optim.Optimizer):
+    """Updates each parameter during the backward pass, as soon as its gradient is complete.
+
+    So only one gradient exists at a time. `step` and `zero_grad` have nothing left to do; learning
+    rate schedulers and `state_dict` work as for any optimizer. Method: the PyTorch tutorial
+    "How to save memory by fusing the optimizer step into the backward pass".
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], optimizer_fn: OptimizerFunction) -> None:
+        params = list(params)
+        super().__init__(params, defaults={})
+        self.optimizers = [optimizer_fn([parameter]) for parameter in params]
+        self.updates = 0
+        self._share()
+        for parameter, optimizer in zip(params, self.optimizers, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(self._update, optimizer))
+
+    def _share(self) -> None:
+        """One list of groups and one state for all, so that schedulers and snapshots see everything."""
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _update(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+
+    def step(self, closure: Callable | None = None) -> None:
+        """Nothing: the backward pass has updated every parameter already."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the backward pass has freed every gradient already."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for optimizer, group in zip(self.optimizers, self.param_groups, strict=True):
+            optimizer.param_groups = [group]
+            optimizer.state = self.state
+
+
+def build_optimizer(model: nn.Module, optimizer_fn: OptimizerFunction, recipe: Recipe) -> torch.optim.Optimizer:
+    """The optimizer of the trained (not frozen) parameters of `model`, as `recipe` wants it."""
+    params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if recipe.optimizer_in_backward:
+        return OptimizerInBackward(params, optimizer_fn)
+    return optimizer_fn(params)
+
+
+# --- Batches -------------------------------------------------------------------------------
+
+
+def batch_size(batch: Batch) -> int:
+    """Number of samples: the length of the first tensor of a tuple, list or mapping."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return batch_size(next(iter(values)))
+
+
+def split_batch(batch: Batch, pieces: int) -> list[Batch]:
+    """`batch` in `pieces` parts of sizes that differ by one at most, or one part a sample if it has fewer."""
+    pieces = min(pieces, batch_size(batch))
+    if pieces <= 1:
+        return [batch]
+    if isinstance(batch, torch.Tensor):
+        return list(batch.tensor_split(pieces))
+    if isinstance(batch, Mapping):
+        parts = [split_batch(value, pieces) for value in batch.values()]
+        return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
+    if isinstance(batch, tuple):
+        return list(zip(*(split_batch(value, pieces) for value in batch), strict=True))
+    if isinstance(batch, list) and isinstance(batch[0], torch.Tensor):  # as the default collate returns it
+        return [list(values) for values in zip(*(split_batch(value, pieces) for value in batch), strict=True)]
+    raise TypeError(f"a batch is a tensor, or a tuple, list or mapping of tensors; found {type(batch).__name__}")
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """`batch` on `device`; what is there already is not copied."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: move_batch(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move_batch(value, device) for value in batch)
+    return batch
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter."""
+    return next(model.parameters()).device
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """A CUDA GPU if there is one, otherwise the CPU; any other device only when asked for by name."""
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+# --- The step ------------------------------------------------------------------------------
+
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)  # every method passes its argument through
+
+
+def make_scaler(recipe: Recipe, device: torch.device) -> torch.amp.GradScaler:
+    """The gradient scaler that fp16 needs; for every other recipe one that does nothing."""
+    return torch.amp.GradScaler(device.type, enabled=recipe.amp == "fp16")
+
+
+@dataclass
+class StepResult:
+    """What one step did. loss: mean over the batch, a tensor without a graph; grad_norm: before clipping."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    stepped: bool  # False when the scaler found an overflow and skipped the update
+
+
+def _forward_context(model: nn.Module, recipe: Recipe) -> contextlib.ExitStack:
+    """Autocast, checkpointing and offload for one forward pass and its loss, and nothing else."""
+    stack = contextlib.ExitStack()
+    device = device_of(model).type
+    dtype = AMP_DTYPES[recipe.amp]
+    if dtype is not None:
+        stack.enter_context(torch.autocast(device, dtype, cache_enabled=recipe.amp_cache))
+    if recipe.offload:
+        stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"))
+    stack.enter_context(checkpointing(model, recipe.checkpoint))
+    return stack
+
+
+def _is_ddp(model: nn.Module) -> bool:
+    return isinstance(model, nn.parallel.DistributedDataParallel)
+
+
+def _total_count(counts: Sequence[Any], model: nn.Module) -> Any:
+    """What a mean over the whole batch divides by. DDP averages gradients over its processes, so there it is
+    the mean count of a process: then a process with fewer samples weighs less, as in one big batch."""
+    total = sum(counts)
+    if not _is_ddp(model):
+        return total
+    total = torch.as_tensor(float(total), device=device_of(model))
+    dist.all_reduce(total, group=model.process_group)
+    return total / dist.get_world_size(model.process_group)
+
+
+def train_step(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe = Recipe(),
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    count: Callable[[Batch], Any] = batch_size,
+    to_device: Callable[[Batch], Batch] | None = None,
+) -> StepResult:
+    """One optimizer step on `batch`, as `recipe` says. Gradients are left for reading until the next step.
+
+    loss_fn(model, batch) returns the mean loss over `count(batch)` terms: samples by default, so
+    give `count` when the loss averages over something else, such as tokens. Each of the
+    `recipe.accumulate` micro-batches weighs by its share of the terms, which makes the sum of
+    gradients equal the whole batch's, whatever the sizes. `scaler` comes from `make_scaler`;
+    `to_device` moves a micro-batch to the model's device.
+    """
+    if scaler is None and recipe.amp == "fp16":
+        raise ValueError("amp='fp16' needs a gradient scaler: pass scaler=make_scaler(recipe, device)")
+    scaler = scaler or NO_SCALER
+    to_device = to_device or partial(move_batch, device=device_of(model))
+
+    optimizer.zero_grad(set_to_none=recipe.set_to_none)
+    pieces = split_batch(batch, recipe.accumulate)
+    counts = [count(piece) for piece in pieces]
+    total = _total_count(counts, model)
+    loss_sum: torch.Tensor | float = 0.0
+    for index, piece in enumerate(pieces):
+        # DDP sums gradients over processes in the last micro-batch only; forward must be inside too.
+        is_last = index == len(pieces) - 1
+        with model.no_sync() if _is_ddp(model) and not is_last else contextlib.nullcontext():
+            with _forward_context(model, recipe):
+                loss = loss_fn(model, to_device(piece)) * (counts[index] / total)
+            if not loss.requires_grad:
+                raise RuntimeError(NO_GRADIENT)
+            try:
+                scaler.scale(loss).backward()
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}\n{DIFFERENT_RECOMPUTATION}") from error
+        loss_sum = loss_sum + loss.detach()
+        del loss
+    if not _has_gradients(optimizer):
+        raise RuntimeError(NO_GRADIENT)
+
+    grad_norm = None
+    if recipe.clip_norm is not None:
+        scaler.unscale_(optimizer)  # clip true gradients, not scaled ones
+        grad_norm = torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), recipe.clip_norm)
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return StepResult(loss_sum, grad_norm, stepped=scaler.get_scale() >= scale)
+
+
+NO_GRADIENT = (
+    "no gradients reached the optimizer: is every layer frozen, was the loss detached, "
+    "or was the optimizer built for another model?"
+)
+DIFFERENT_RECOMPUTATION = (
+    "The recomputed segment did not repeat its forward pass. Usual causes: model.eval() or model.train() between "
+    "forward and backward, Python's or NumPy's random numbers or a counter inside the segment, or "
+    "another autocast setting."
+)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    if isinstance(optimizer, OptimizerInBackward):
+        return optimizer.updates > 0
+    return any(parameter.grad is not None for parameter in _parameters_of(optimizer))
+
+
+# --- Tasks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt: how a batch becomes logits and targets, the mean loss, and one score for a data set."""
+
+    name: str
+    forward: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
+    criterion: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    score_name: str
+    score: Callable[[torch.Tensor, torch.Tensor], float | None]
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Mean loss of a batch: the `loss_fn` of `train_step` and of predictions."""
+        return self.criterion(*self.forward(model, batch))
+
+
+def image_forward(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [batch, classes] and labels [batch] of (images, labels)."""
+    images, labels = batch
+    return model(images), labels
+
+
+def image_criterion(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy, in float32 also under autocast."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Share of samples whose largest logit is the label's, in 0 to 1, not rounded."""
+    return (logits.argmax(dim=1) == labels).double().mean().item()
+
+
+def comment_forward(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """One logit a comment [batch] and labels in 0 to 1 [batch] of a tokenized batch with "labels"."""
+    inputs = {key: value for key, value in batch.items() if key in ("input_ids", "attention_mask")}
+    return model(**inputs).logits.squeeze(-1), batch["labels"]
+
+
+def comment_criterion(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Binary cross-entropy on logits, in float32: a sigmoid before it would saturate in half precision."""
+    return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+
+
+def roc_auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
+    """Area under the ROC curve (scikit-learn's), or None where only one class is present."""
+    from sklearn.metrics import roc_auc_score
+
+    positive = labels > 0.5
+    if positive.all() or not positive.any():
+        return None
+    return float(roc_auc_score(positive.numpy(), logits.double().numpy()))
+
+
+CATS_DOGS = Task("cats and dogs", image_forward, image_criterion, "accuracy", accuracy)
+COMMENTS = Task("toxic comments", comment_forward, comment_criterion, "ROC-AUC", roc_auc)
+
+
+# --- Evaluation ----------------------------------------------------------------------------
+
+
+@dataclass
+class EvalResult:
+    """loss: mean per sample; score: the task's, None where it is not defined; logits and targets: all of them."""
+
+    loss: float
+    score: float | None
+    logits: torch.Tensor
+    targets: torch.Tensor
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Iterable[Batch], task: Task, recipe: Recipe = Recipe()) -> EvalResult:
+    """Loss and score of `model` on `loader`, in eval mode and without gradients; the mode is restored after."""
+    was_training = model.training
+    device, dtype = device_of(model), AMP_DTYPES[recipe.amp]
+    model.eval()
+    logits, targets, loss_sum = [], [], 0.0
+    try:
+        for batch in loader:
+            batch = move_batch(batch, device)
+            with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
+                outputs, labels = task.forward(model, batch)
+            loss_sum = loss_sum + task.criterion(outputs, labels) * len(labels)
+            logits.append(outputs.float().cpu())
+            targets.append(labels.cpu())
+    finally:
+        model.train(was_training)
+    if not logits:
+        raise ValueError("nothing to evaluate: the loader has no batch")
+    all_logits, all_targets = torch.cat(logits), torch.cat(targets)
+    return EvalResult(
+        float(loss_sum) / len(all_targets), task.score(all_logits, all_targets), all_logits, all_targets
+    )
+
+
+# --- Training ------------------------------------------------------------------------------
+
+
+@dataclass
+class EpochResult:
+    """One epoch: losses are means per sample; scores are the task's, in 0 to 1, not rounded; None: not computed."""
+
+    epoch: int
+    train_loss: float
+    train_score: float | None
+    val_loss: float | None
+    val_score: float | None
+    score_name: str
+    steps: int
+    skipped_steps: int
+    seconds: float
+    peak_mib: float
+    peak_source: str
+    reserved_mib: float | None
+    device_used_mib: float | None
+
+
+def optimizer_steps_per_epoch(loader: Any) -> int:
+    """How often the optimizer steps in one epoch: once a batch, however many micro-batches that has."""
+    return len(loader)
+
+
+MAX_SKIPPED_IN_A_ROW = 20  # from the first scale of 65,536 the scaler is below 0.1 by then
+
+
+def train(
+    model: nn.Module,
+    train_loader: Any,
+    val_loader: Any,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    *,
+    epochs: int,
+    recipe: Recipe = Recipe(),
+    scheduler: Any = None,
+    evaluate_train: bool = True,
+    save_dir: str | Path | None = None,
+    save_all: bool = False,
+) -> list[EpochResult]:
+    """Train for `epochs`, evaluating after each; `scheduler` is stepped once an optimizer step.
+
+    Peak memory: on a GPU of the whole epoch; on a CPU of the epoch's first two steps, since watching
+    every tensor would slow the rest. `evaluate_train` scores the training data once more after the
+    epoch. `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt`, with
+    `save_all` those of every epoch. Raises FloatingPointError when the loss stops being finite.
+    """
+    if epochs < 1:
+        raise ValueError(f"epochs={epochs}: expected 1 or more")
+    check_recipe(recipe, model)
+    scaler = make_scaler(recipe, device_of(model))
+    results: list[EpochResult] = []
+    for epoch in range(1, epochs + 1):
+        started = time.perf_counter()
+        loss, steps, skipped, usage = _train_epoch(
+            model, train_loader, task, optimizer, recipe, scaler, scheduler, f"epoch {epoch}/{epochs}"
+        )
+        train_score = evaluate(model, train_loader, task, recipe).score if evaluate_train else None
+        validation = evaluate(model, val_loader, task, recipe) if val_loader is not None else None
+        results.append(
+            EpochResult(
+                epoch=epoch,
+                train_loss=loss,
+                train_score=train_score,
+                val_loss=validation.loss if validation else None,
+                val_score=validation.score if validation else None,
+                score_name=task.score_name,
+                steps=steps,
+                skipped_steps=skipped,
+                seconds=time.perf_counter() - started,
+                peak_mib=usage.peak_mib,
+                peak_source=usage.peak_source,
+                reserved_mib=usage.reserved_mib,
+                device_used_mib=usage.device_used_mib,
+            )
+        )
+        if save_dir is not None:
+            save_weights(model, Path(save_dir), results, save_all)
+    return results
+
+
+def _train_epoch(
+    model: nn.Module,
+    loader: Any,
+    task: Task,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    scaler: torch.amp.GradScaler,
+    scheduler: Any,
+    title: str,
+) -> tuple[float, int, int, Usage]:
+    """One pass over `loader`: mean loss per sample, steps, skipped steps, and the memory that it took."""
+    model.train()
+    on_gpu = device_of(model).type == "cuda"
+    losses: list[torch.Tensor] = []  # detached tensors: reading each one would stop the GPU every step
+    samples = skipped_in_a_row = skipped = 0
+    usages: list[Usage] = []
+    with contextlib.ExitStack() as epoch_measure:
+        if on_gpu:
+            usages.append(epoch_measure.enter_context(measure(model, optimizer)))
+        progress = tqdm(loader, desc=title, leave=False, disable=not sys.stderr.isatty())
+        for index, batch in enumerate(progress):
+            measured = not on_gpu and index < 2
+            with measure(model, optimizer, inputs=batch) if measured else contextlib.nullcontext() as usage:
+                result = train_step(model, batch, task.loss, optimizer, recipe, scaler)
+            if measured:
+                usages.append(usage)
+            size = batch_size(batch)
+            losses.append(result.loss * size)
+            samples += size
+            if result.stepped:
+                skipped_in_a_row = 0
+                if scheduler is not None:
+                    scheduler.step()
+            else:
+                skipped += 1
+                skipped_in_a_row += 1
+            if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise FloatingPointError(
+                    f"{skipped_in_a_row} steps in a row overflowed under amp={recipe.amp!r}: the loss or the gradients "
+                    "are NaN or infinite. Try amp='bf16' or amp='off'; GTX 16xx cards are known for this in float16"
+                )
+    if not losses:
+        raise ValueError("nothing to train on: the loader has no batch")
+    loss = float(torch.stack(losses).sum()) / samples
+    if not math.isfinite(loss) and not skipped:
+        raise FloatingPointError(
+            f"the training loss became {loss} in {title}: lower the learning rate, clip the gradients "
+            "(clip_norm=1.0), or look for NaN in the data"
+        )
+    return loss, len(losses), skipped, max(usages, key=lambda usage: usage.peak_bytes)
+
+
+def write_atomically(value: Any, path: Path) -> None:
+    """`torch.save` that leaves either the whole file or the one that was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def save_weights(model: nn.Module, folder: Path, results: Sequence[EpochResult], save_all: bool) -> None:
+    """Save this epoch's weights as `epoch_N.pt`; without `save_all`, delete those this run wrote before that are
+    neither the last nor the best by validation score."""
+    write_atomically(model.state_dict(), folder / f"epoch_{results[-1].epoch}.pt")
+    if save_all:
+        return
+    best = max(results, key=lambda result: -math.inf if result.val_score is None else result.val_score)
+    for result in results:
+        if result.epoch not in (best.epoch, results[-1].epoch):
+            (folder / f"epoch_{result.epoch}.pt").unlink(missing_ok=True)
+
+
+# --- Measuring one step --------------------------------------------------------------------
+
+
+@dataclass
+class StepMeasurement:
+    """What `measure_step` saw. `failed` holds the reason where the step did not fit, and the rest is None."""
+
+    peak_mib: float | None = None
+    peak_source: str = "n/a"
+    reserved_mib: float | None = None
+    device_used_mib: float | None = None
+    split: dict[str, int] | None = None  # bytes at the peak, by part
+    timeline: Timeline | None = None
+    peak_phase: str | None = None
+    notes: dict[str, str] = field(default_factory=dict)  # reasons for what is None
+    timing: Timing | None = None
+    loss: float | None = None
+    fingerprint: str | None = None
+    failed: str | None = None
+
+
+def fingerprint(model: nn.Module, loss: torch.Tensor) -> str:
+    """One hash of loss, gradients, parameters, buffers and the random number generators: equal bits, equal hash."""
+    digest = hashlib.sha256()
+    tensors = [loss, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors += [*model.buffers(), torch.get_rng_state()]
+    if device_of(model).type == "cuda":
+        tensors.append(torch.cuda.get_rng_state(device_of(model)))
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def measure_step(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[], Batch],
+    loss_fn: LossFunction,
+    recipe: Recipe,
+    optimizer_fn: OptimizerFunction,
+    *,
+    steps: int = 3,
+    repeats: int = 5,
+    seed: int = 0,
+    device: str | None = None,
+) -> StepMeasurement:
+    """Run `steps` real training steps and tell memory, time and a fingerprint of where they ended.
+
+    The arguments are those of `helpers.predict.predict`. The first steps are watched for memory,
+    `repeats` more are timed. On a GPU everything happens in a process of its own, since memory
+    that an earlier model leaves behind would show in the reading; there a configuration that runs
+    out of memory comes back with `failed`.
+    """
+    target = pick_device(device)
+    arguments = (model_fn, batch_fn, loss_fn, recipe, optimizer_fn, steps, repeats, seed, target)
+    if target.type != "cuda":
+        return _measure_step(*arguments)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure_step, *arguments).result()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is torch's way, new or old, of saying that the GPU's memory is full."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "out of memory" in str(error)
+    )
+
+
+def _measure_step(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[], Batch],
+    loss_fn: LossFunction,
+    recipe: Recipe,
+    optimizer_fn: OptimizerFunction,
+    steps: int,
+    repeats: int,
+    seed: int,
+    device: torch.device,
+) -> StepMeasurement:
+    torch.manual_seed(seed)
+    try:
+        model = model_fn().to(device).train()
+        check_recipe(recipe, model)
+        optimizer = build_optimizer(model, optimizer_fn, recipe)
+        scaler = make_scaler(recipe, device)
+        batch = batch_fn()
+        step = partial(train_step, model, batch, loss_fn, optimizer, recipe, scaler)
+        usages = []
+        for _ in range(steps):
+            with measure(model, optimizer, inputs=batch) as usage:
+                loss = step().loss
+            usages.append(usage)
+        ended = fingerprint(model, loss)
+        usage = max(usages, key=lambda usage: usage.peak_bytes)
+        timing = timed(step, repeats=repeats, warmup=0) if repeats else None
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).split(". ")[0]
+    else:
+        return StepMeasurement(
+            peak_mib=usage.peak_mib,
+            peak_source=usage.peak_source,
+            reserved_mib=usage.reserved_mib,
+            device_used_mib=usage.device_used_mib,
+            split=usage.split,
+            timeline=usage.timeline,
+            peak_phase=usage.peak_phase,
+            notes=usage.notes,
+            timing=timing,
+            loss=float(loss),
+            fingerprint=ended,
+        )
+    gc.collect()
+    return StepMeasurement(failed=reason)
