@@ -212,8 +212,11 @@ def batch_size(batch: Batch) -> int:
     """Number of samples: the length of the first tensor of a tuple, list or mapping."""
     if isinstance(batch, torch.Tensor):
         return len(batch)
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return batch_size(next(iter(values)))
+    if isinstance(batch, (Mapping, tuple, list)) and batch:
+        return batch_size(next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0])
+    raise TypeError(
+        f"a batch is a tensor, or a tuple, list or mapping of tensors; found {type(batch).__name__}: {batch!r:.60}"
+    )
 
 
 def split_batch(batch: Batch, pieces: int) -> list[Batch]:
@@ -228,9 +231,7 @@ def split_batch(batch: Batch, pieces: int) -> list[Batch]:
         return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
     if isinstance(batch, tuple):
         return list(zip(*(split_batch(value, pieces) for value in batch), strict=True))
-    if isinstance(batch, list) and isinstance(batch[0], torch.Tensor):  # as the default collate returns it
-        return [list(values) for values in zip(*(split_batch(value, pieces) for value in batch), strict=True)]
-    raise TypeError(f"a batch is a tensor, or a tuple, list or mapping of tensors; found {type(batch).__name__}")
+    return [list(values) for values in zip(*(split_batch(value, pieces) for value in batch), strict=True)]
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
@@ -290,15 +291,25 @@ def _is_ddp(model: nn.Module) -> bool:
     return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
-def _total_count(counts: Sequence[Any], model: nn.Module) -> Any:
-    """What a mean over the whole batch divides by. DDP averages gradients over its processes, so there it is
-    the mean count of a process: then a process with fewer samples weighs less, as in one big batch."""
+def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
+    """Each micro-batch's share of all terms that the loss averages over; they add up to 1.
+
+    DDP averages gradients over its processes, so there a share is taken of the mean count of a
+    process: a process with fewer samples then weighs less, as in one big batch.
+    """
     total = sum(counts)
-    if not _is_ddp(model):
-        return total
-    total = torch.as_tensor(float(total), device=device_of(model))
-    dist.all_reduce(total, group=model.process_group)
-    return total / dist.get_world_size(model.process_group)
+    if _is_ddp(model):
+        total = torch.as_tensor(total, dtype=torch.float64, device=device_of(model))
+        dist.all_reduce(total, group=model.process_group)
+        total = total / dist.get_world_size(model.process_group)
+    elif isinstance(total, torch.Tensor):
+        total = total.double()  # so that shares are exact for float64 losses too
+    return [count / total for count in counts]
+
+
+def _like(weight: Any, loss: torch.Tensor) -> Any:
+    """A share that is a tensor in the loss's own type, so that it does not change it."""
+    return weight.to(loss) if isinstance(weight, torch.Tensor) else weight
 
 
 def train_step(
@@ -327,15 +338,15 @@ def train_step(
 
     optimizer.zero_grad(set_to_none=recipe.set_to_none)
     pieces = split_batch(batch, recipe.accumulate)
-    counts = [count(piece) for piece in pieces]
-    total = _total_count(counts, model)
+    weights = _weights([count(piece) for piece in pieces], model)
     loss_sum: torch.Tensor | float = 0.0
     for index, piece in enumerate(pieces):
         # DDP sums gradients over processes in the last micro-batch only; forward must be inside too.
         is_last = index == len(pieces) - 1
         with model.no_sync() if _is_ddp(model) and not is_last else contextlib.nullcontext():
             with _forward_context(model, recipe):
-                loss = loss_fn(model, to_device(piece)) * (counts[index] / total)
+                loss = loss_fn(model, to_device(piece))
+                loss = loss * _like(weights[index], loss)
             if not loss.requires_grad:
                 raise RuntimeError(NO_GRADIENT)
             try:
@@ -502,6 +513,14 @@ def optimizer_steps_per_epoch(loader: Any) -> int:
     return len(loader)
 
 
+def is_interactive() -> bool:
+    """Whether somebody may be watching a progress bar: a terminal or a notebook, unless TQDM_DISABLE is set.
+
+    `tqdm.auto` does not heed that variable in a notebook's kernel, so it is read here.
+    """
+    return not os.environ.get("TQDM_DISABLE") and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+
+
 MAX_SKIPPED_IN_A_ROW = 20  # from the first scale of 65,536 the scaler is below 0.1 by then
 
 
@@ -579,8 +598,11 @@ def _train_epoch(
     with contextlib.ExitStack() as epoch_measure:
         if on_gpu:
             usages.append(epoch_measure.enter_context(measure(model, optimizer)))
-        progress = tqdm(loader, desc=title, leave=False, disable=not sys.stderr.isatty())
-        for index, batch in enumerate(progress):
+        # Only the length: tqdm.auto would iterate over the loader once more and so use up random numbers.
+        progress = epoch_measure.enter_context(
+            tqdm(total=len(loader), desc=title, leave=False, disable=not is_interactive())
+        )
+        for index, batch in enumerate(loader):
             measured = not on_gpu and index < 2
             with measure(model, optimizer, inputs=batch) if measured else contextlib.nullcontext() as usage:
                 result = train_step(model, batch, task.loss, optimizer, recipe, scaler)
@@ -596,6 +618,7 @@ def _train_epoch(
             else:
                 skipped += 1
                 skipped_in_a_row += 1
+            progress.update()
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise FloatingPointError(
                     f"{skipped_in_a_row} steps in a row overflowed under amp={recipe.amp!r}: the loss or the gradients "
