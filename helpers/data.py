@@ -2,26 +2,897 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import hashlib
 import importlib.util
+import io
+import logging
 import math
+import multiprocessing
 import os
+import random
+import re
+import shutil
 import sys
+import warnings
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from PIL import ExifTags, Image, ImageDraw, UnidentifiedImageError
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision import transforms
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm.auto import tqdm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LOG = logging.getLogger(__name__)
+
 # --- Cats and dogs -------------------------------------------------------------------------
+
+PET_CLASSES = ("cat", "dog")
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+TRAIN_FOLDER = "train"
+VALIDATION_FOLDERS = ("val", "validation", "valid", "test")  # the first one found is used
+PICTURE_SUFFIXES = IMG_EXTENSIONS  # the file names that torchvision's ImageFolder takes
+HOLD_OUT = 5  # where a folder has no validation part, every fifth picture of a class becomes it
+
+
+@dataclass
+class ImageLoaders:
+    """Cats and dogs, ready to train on.
+
+    Batches are (images float32 [batch, 3, size, size], labels int64 [batch]); a label is an index
+    into `classes`. `source` says in words where the pictures come from, `report` what was found.
+    """
+
+    train: DataLoader
+    val: DataLoader
+    classes: tuple[str, ...]
+    source: str
+    report: PictureReport
+
+
+def cats_vs_dogs(
+    root: str | os.PathLike | None = None,
+    *,
+    image_size: int = 224,
+    batch_size: int = 64,
+    seed: int = 0,
+    workers: int | None = None,
+    train_limit: int | None = None,
+    val_limit: int | None = None,
+) -> ImageLoaders:
+    """Loaders of cats and dogs with the VGG16 article's transforms at `image_size` pixels.
+
+    `root=None` draws the pictures (400 to train on, 200 to validate on, always the same ones).
+    Otherwise `root` is a folder: `train/` with `val/`, `validation/` or `test/`, one folder per
+    class in each; class folders alone; Kaggle's flat `train/cat.0.jpg`; or the Oxford-IIIT Pet
+    tree. Where there is no validation part, every fifth picture of a class is held out.
+    Every file is decoded once here, and what training would stumble over is left out and reported.
+    The limits keep the first pictures, as many of each class.
+
+    Order and augmentation depend on `seed` and on how often `train` has been iterated before, on
+    nothing else: neither on torch's global random state nor on `workers`. Make new loaders to see
+    the same batches again. `workers=None` chooses as `default_workers` says.
+
+    Raises FileNotFoundError for a missing folder and ValueError for one that cannot be trained on.
+    """
+    for name, value in [("image_size", image_size), ("batch_size", batch_size)]:
+        _require_count(name, value)
+    for name, value in [("train_limit", train_limit), ("val_limit", val_limit)]:
+        if value is not None:
+            _require_count(name, value)
+    training, validation = train_transform(image_size), val_transform(image_size)
+    if root is None:
+        classes, source, report = PET_CLASSES, "drawn sample", PictureReport()
+        train_set = DrawnPets(range(min(400, train_limit or 400)), training)
+        val_set = DrawnPets(range(400, 400 + min(200, val_limit or 200)), validation)
+    else:
+        folder = read_picture_folder(root)
+        classes, source, report = folder.classes, f"folder {_printable(folder.root)}", folder.report
+        train_set = PictureFiles(folder.train[:train_limit], training)
+        val_set = PictureFiles(folder.val[:val_limit], validation)
+    report.train = _count_by_class(train_set.labels, classes)
+    report.val = _count_by_class(val_set.labels, classes)
+
+    if workers is None:
+        workers = default_workers(len(train_set), batch_size * 3 * image_size**2 * 4)
+    common = dict(
+        batch_size=batch_size,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
+    )
+    sampler = SeededShuffle(len(train_set), seed, batch_size)
+    report.notes += sampler.notes
+    # The loaders draw a number at the start of every epoch: from a generator of their own, so that
+    # iterating them leaves torch's global random state alone.
+    own = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    train = DataLoader(train_set, sampler=sampler, generator=own[0], **common)
+    val = DataLoader(val_set, shuffle=False, generator=own[1], **common)
+    return ImageLoaders(train, val, tuple(classes), source, report)
+
+
+def train_transform(size: int) -> transforms.Compose:
+    """The VGG16 article's augmentation; its random choices come from torch's generator alone."""
+    return transforms.Compose(
+        [
+            transforms.RandomRotation(30),
+            transforms.RandomHorizontalFlip(),
+            transforms.RandomResizedCrop(size, scale=(0.96, 1.0), ratio=(0.95, 1.05)),
+            transforms.ToTensor(),
+            transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+        ]
+    )
+
+
+def val_transform(size: int) -> transforms.Compose:
+    """The VGG16 article's validation transform: the whole picture, squeezed to a square."""
+    return transforms.Compose(
+        [
+            transforms.Resize([size, size]),
+            transforms.ToTensor(),
+            transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
+        ]
+    )
+
+
+class SeededShuffle(Sampler):
+    """Every picture once an epoch, in a new order, each with a seed for its augmentation.
+
+    Yields (index, augmentation seed). With the seed travelling beside the index, a picture is
+    augmented alike in any worker process and whatever else has drawn random numbers meanwhile.
+    A last batch of a single picture is not given out: BatchNorm cannot train on it. Dropping is
+    preferred to merging because no batch, and so no peak of memory, exceeds the stated batch size.
+    """
+
+    def __init__(self, pictures: int, seed: int, batch_size: int) -> None:
+        self.pictures = pictures
+        self.generator = torch.Generator().manual_seed(seed)
+        self.notes: list[str] = []
+        self.length = pictures
+        if batch_size > 1 and pictures % batch_size == 1 and pictures > 1:
+            self.length = pictures - 1
+            self.notes.append(
+                f"{pictures} training pictures in batches of {batch_size} would leave a last batch "
+                "of one picture, which BatchNorm cannot take: each epoch leaves out one picture, "
+                "chosen at random"
+            )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        order = torch.randperm(self.pictures, generator=self.generator)
+        seeds = torch.randint(2**62, (self.pictures,), generator=self.generator)
+        yield from zip(order.tolist()[: self.length], seeds.tolist()[: self.length], strict=True)
+
+
+class Pictures(Dataset):
+    """Pictures with labels. An index may bring a seed: `pictures[index, seed]` augments with it."""
+
+    def __init__(self, labels: Sequence[int], transform: Callable | None) -> None:
+        self.labels, self.transform = list(labels), transform
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(self, index: int) -> Image.Image:
+        """The picture as it is, before any transform: RGB, upright."""
+        raise NotImplementedError
+
+    def __getitem__(self, key: int | tuple[int, int]) -> tuple[torch.Tensor, int]:
+        index, seed = key if isinstance(key, tuple) else (key, None)
+        picture, label = self.picture(index), self.labels[index]
+        if self.transform is None:
+            return picture, label
+        if seed is None:
+            return self.transform(picture), label
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
+        try:
+            return self.transform(picture), label
+        finally:
+            torch.set_rng_state(before)
+
+
+class PictureFiles(Pictures):
+    """Pictures read from files, each time anew; `samples` are (path, label)."""
+
+    def __init__(self, samples: Sequence[tuple[Path, int]], transform: Callable | None) -> None:
+        super().__init__([label for _, label in samples], transform)
+        self.paths = [path for path, _ in samples]
+
+    def picture(self, index: int) -> Image.Image:
+        try:
+            with _quiet_pillow():
+                return load_picture(self.paths[index])
+        except Exception as error:
+            raise RuntimeError(
+                f"{_printable(self.paths[index])} was readable when the folder was scanned and is "
+                f"no longer: {error}. Make the loaders again."
+            ) from error
+
+
+class DrawnPets(Pictures):
+    """The embedded sample: even numbers are cats, odd ones dogs, drawn once and kept in memory.
+
+    Picture `number` depends on its number alone, so ranges that do not overlap share no picture.
+    """
+
+    def __init__(self, numbers: Sequence[int], transform: Callable | None = None) -> None:
+        super().__init__([number % 2 for number in numbers], transform)
+        self.drawings = [
+            draw_pet(PET_CLASSES[number % 2], random.Random(f"pet {number}")) for number in numbers
+        ]
+
+    def picture(self, index: int) -> Image.Image:
+        return self.drawings[index]
+
+
+def default_workers(pictures: int, batch_bytes: int) -> int:
+    """Processes that read pictures beside the training process; 0 means none.
+
+    None for small data; none in a notebook or where processes are spawned afresh (Windows, macOS),
+    as there a script without `if __name__ == "__main__"` would start itself again. Otherwise
+    one less than the cores, four at most, and no more than shared memory holds: a worker keeps two
+    batches ready there and writes a third, and running out of it kills the process ("Bus error").
+    """
+    spawned = multiprocessing.get_all_start_methods()[0] != "fork"
+    if pictures < 2000 or spawned or "ipykernel" in sys.modules:
+        return 0
+    try:
+        shared_memory = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
+    return max(0, min(4, len(os.sched_getaffinity(0)) - 1, shared_memory // (3 * batch_bytes)))
+
+
+# The drawn sample
+
+FURS = [
+    (70, 60, 55),
+    (150, 95, 50),
+    (205, 140, 80),
+    (120, 120, 125),
+    (190, 185, 180),
+    (230, 200, 160),
+]
+Colour = tuple[int, ...]
+Point = tuple[float, float]
+
+
+def draw_pet(kind: str, rng: random.Random, size: int = 128) -> Image.Image:
+    """One drawn "cat" or "dog", RGB, `size` pixels square; the same picture for the same `rng`.
+
+    Cats have pointed ears, a flat face and a long thin tail; dogs have hanging ears, a long muzzle
+    and a short thick tail. Everything else is drawn from the same distributions for both: colours,
+    coat, pose, place, size, tilt, direction and scenery.
+    """
+    canvas = Image.new("RGB", (2 * size, 2 * size))  # halved at the end, which smooths the edges
+    _draw_scenery(ImageDraw.Draw(canvas), rng, 2 * size)
+    pen = Pen(canvas, rng)
+    fur = _shade(rng.choice(FURS), rng.uniform(0.8, 1.15))
+    coat = Coat(fur, _shade(fur, rng.uniform(0.5, 0.75)), _shade(fur, rng.uniform(1.15, 1.5)))
+    draw_body = rng.choice((_draw_sitting, _draw_standing))
+    head, turn = draw_body(pen, rng, coat, kind)
+    _draw_head(pen, rng, coat, kind, head, turn)
+    return canvas.resize((size, size), Image.Resampling.BILINEAR)
+
+
+class Coat(NamedTuple):
+    """An animal's colours."""
+
+    fur: Colour
+    dark: Colour
+    light: Colour
+
+
+class Pen:
+    """Draws in the animal's own coordinates (about -0.5 to 0.5, y down), placed at random."""
+
+    def __init__(self, canvas: Image.Image, rng: random.Random) -> None:
+        self.draw = ImageDraw.Draw(canvas)
+        self.scale = canvas.width * rng.uniform(0.75, 1.05)
+        self.flip = rng.choice((-1, 1))
+        self.tilt = rng.uniform(-0.2, 0.2)
+        self.centre = [canvas.width * rng.uniform(0.39, 0.61) for _ in "xy"]
+
+    def place(self, points: Iterable[Point]) -> list[Point]:
+        """Where the animal's points lie on the canvas."""
+        cos, sin = self.scale * math.cos(self.tilt), self.scale * math.sin(self.tilt)
+        left, top = self.centre
+        return [
+            (left + self.flip * (x * cos - y * sin), top + x * sin + y * cos) for x, y in points
+        ]
+
+    def polygon(self, points: Iterable[Point], colour: Colour) -> None:
+        self.draw.polygon(self.place(points), fill=colour)
+
+    def oval(
+        self, x: float, y: float, rx: float, ry: float, colour: Colour, tilt: float = 0
+    ) -> None:
+        cos, sin = math.cos(tilt), math.sin(tilt)
+        angles = [i * math.pi / 14 for i in range(28)]
+        rim = [(rx * math.cos(angle), ry * math.sin(angle)) for angle in angles]
+        self.polygon([(x + u * cos - v * sin, y + u * sin + v * cos) for u, v in rim], colour)
+
+    def line(self, points: Sequence[Point], width: float, colour: Colour) -> None:
+        """A line with round ends."""
+        self.draw.line(self.place(points), colour, round(width * self.scale), joint="curve")
+        for x, y in (points[0], points[-1]):
+            self.oval(x, y, width / 2, width / 2, colour)
+
+
+def _shade(colour: Colour, factor: float) -> Colour:
+    return tuple(min(255, round(channel * factor)) for channel in colour)
+
+
+def _draw_scenery(draw: ImageDraw.ImageDraw, rng: random.Random, size: int) -> None:
+    """A wall, a floor and a few things."""
+
+    def colour() -> Colour:
+        return tuple(rng.randint(110, 240) for _ in "rgb")
+
+    draw.rectangle((0, 0, size, size), colour())
+    draw.rectangle((0, size * rng.uniform(0.35, 0.85), size, size), colour())
+    for _ in range(rng.randint(1, 5)):
+        x, y = rng.uniform(0, size), rng.uniform(0, size)
+        rx, ry = size * rng.uniform(0.03, 0.18), size * rng.uniform(0.03, 0.18)
+        thing = rng.choice((draw.ellipse, draw.rectangle))
+        thing((x - rx, y - ry, x + rx, y + ry), colour())
+
+
+def _draw_sitting(pen: Pen, rng: random.Random, coat: Coat, kind: str) -> tuple[Point, float]:
+    """A body seen from the front; returns where the head is and how far it looks sideways."""
+    _draw_tail(pen, rng, coat, kind, (0.12, 0.38), 1)
+    wide, high = rng.uniform(0.16, 0.22), rng.uniform(0.24, 0.28)
+    pen.oval(0, 0.22, wide, high, coat.fur)
+    for x in (-0.09, 0.09):
+        foot = (x + rng.uniform(-0.03, 0.03), 0.25 + rng.uniform(0.2, 0.26))
+        pen.line([(x, 0.25), foot], rng.uniform(0.055, 0.08), coat.light)
+    _draw_markings(pen, rng, coat, 0, 0.22, wide, high)
+    return (rng.uniform(-0.04, 0.04), -0.16), 0
+
+
+def _draw_standing(pen: Pen, rng: random.Random, coat: Coat, kind: str) -> tuple[Point, float]:
+    """A body seen from the side; returns where the head is and how far it looks sideways."""
+    _draw_tail(pen, rng, coat, kind, (-0.26, -0.02), -1)
+    head = (rng.uniform(0.24, 0.3), rng.uniform(-0.2, -0.1))
+    pen.line([(0.2, 0.02), head], 0.15, coat.fur)
+    wide, high = rng.uniform(0.27, 0.33), rng.uniform(0.12, 0.17)
+    pen.oval(0, 0.06, wide, high, coat.fur)
+    length = rng.uniform(0.2, 0.26)
+    for x, colour in zip((-0.22, -0.13, 0.14, 0.22), (coat.fur, coat.dark) * 2, strict=True):
+        x, foot = x + rng.uniform(-0.03, 0.03), (x + rng.uniform(-0.05, 0.05), 0.1 + length)
+        pen.line([(x, 0.1), foot], rng.uniform(0.055, 0.08), colour)
+    _draw_markings(pen, rng, coat, 0, 0.06, wide, high)
+    return head, 1
+
+
+def _draw_tail(
+    pen: Pen, rng: random.Random, coat: Coat, kind: str, root: Point, direction: int
+) -> None:
+    cat = kind == "cat"
+    length = rng.uniform(0.3, 0.45) if cat else rng.uniform(0.14, 0.26)
+    width = rng.uniform(0.03, 0.045) if cat else rng.uniform(0.055, 0.08)
+    angle, curl = rng.uniform(-0.2, 1.3), rng.uniform(-2.5, 2.5) if cat else rng.uniform(-0.8, 0.8)
+    points = [root]
+    for _ in range(8):
+        x, y = points[-1]
+        points.append(
+            (x + direction * length / 8 * math.cos(angle), y - length / 8 * math.sin(angle))
+        )
+        angle += curl / 8
+    pen.line(points, width, rng.choice((coat.fur, coat.dark)))
+
+
+def _draw_markings(
+    pen: Pen, rng: random.Random, coat: Coat, x: float, y: float, wide: float, high: float
+) -> None:
+    """Nothing, stripes or patches on a body."""
+    stripe = (0.015, 0.08, coat.dark)
+    patch = (rng.uniform(0.04, 0.09), rng.uniform(0.03, 0.07), rng.choice((coat.dark, coat.light)))
+    for shape in rng.choice(([], [stripe] * 5, [patch] * 3)):
+        dx, dy = wide * rng.uniform(-0.6, 0.6), high * rng.uniform(-0.5, 0.3)
+        pen.oval(x + dx, y + dy, *shape, tilt=rng.uniform(-0.3, 0.3))
+
+
+def _draw_head(
+    pen: Pen, rng: random.Random, coat: Coat, kind: str, centre: Point, turn: float
+) -> None:
+    """Ears, head, muzzle, nose and eyes; `turn` is 0 for a face seen from the front, 1 sideways."""
+    x, y = centre
+    r = rng.uniform(0.17, 0.22)
+    ear = rng.choice((coat.fur, coat.dark))
+    black = tuple(rng.randint(10, 60) for _ in "rgb")
+    pen.oval(x, y, r, r * rng.uniform(0.88, 1), coat.fur)
+    for side in (-1, 1):
+        if kind == "cat":
+            tip = y - r * rng.uniform(1.4, 1.75)
+            pen.polygon(
+                [
+                    (x + side * 0.97 * r, y - 0.2 * r),
+                    (x + side * 0.85 * r, tip),
+                    (x + side * 0.1 * r, y - 0.9 * r),
+                ],
+                ear,
+            )
+        else:
+            wide, long = r * rng.uniform(0.28, 0.4), r * rng.uniform(0.75, 1)
+            pen.oval(
+                x + side * r,
+                y + r * rng.uniform(0.1, 0.4),
+                wide,
+                long,
+                ear,
+                side * rng.uniform(-0.45, 0),
+            )
+    if kind == "cat":
+        muzzle = (x + 0.2 * turn * r, y + 0.4 * r, 0.36 * r, 0.26 * r)
+        nose = (muzzle[0], muzzle[1] - 0.1 * r, 0.1 * r, 0.08 * r)
+    else:
+        long = r * rng.uniform(0.6, 0.85)
+        front, side = (x, y + 0.65 * r, 0.42 * r, long), (x + r, y + 0.35 * r, 1.2 * long, 0.36 * r)
+        muzzle = side if turn else front
+        nose = (x + turn * (r + long), muzzle[1] - 0.15 * r, 0.17 * r, 0.13 * r)
+    pen.oval(*muzzle, coat.light)
+    pen.oval(*nose, black)
+    for side in (-1, 1):
+        pen.oval(x + (0.2 * turn + 0.4 * side) * r, y - 0.15 * r, 0.13 * r, 0.15 * r, black)
+
+
+# Reading picture files
+
+
+def load_picture(path: str | os.PathLike) -> Image.Image:
+    """A picture as people see it: turned as its EXIF orientation says, three channels."""
+    with Image.open(path) as image:
+        return to_rgb(upright(image))
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The picture turned as its EXIF orientation says; damaged EXIF counts as none."""
+    turns = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_270,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_90,
+    }
+    try:
+        turn = turns.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # damaged EXIF raises whatever its bytes provoke in the parser
+        turn = None
+    return image if turn is None else image.transpose(turn)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Three channels from any of Pillow's modes: transparent parts become white, 16-bit grey keeps
+    its upper byte, and grey of unknown range (32-bit integers, floats) is stretched to 0..255."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        grey = np.nan_to_num(np.asarray(image, dtype=np.float64), posinf=0, neginf=0)
+        span = grey.max() - grey.min()
+        image = Image.fromarray(((grey - grey.min()) * (255 / (span or 1))).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+@contextlib.contextmanager
+def _quiet_pillow() -> Iterator[None]:
+    """Pillow's remarks on damaged metadata are left out: the scan decides what is usable, and each
+    remark would come again every epoch. A picture of absurd size becomes an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+# Scanning picture folders
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that is not trained on, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass
+class Scan:
+    """What a folder holds: the usable pictures in a fixed order, and the rest with reasons."""
+
+    digests: dict[Path, str] = field(default_factory=dict)  # usable picture -> hash of its bytes
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def __add__(self, other: Scan) -> Scan:
+        return Scan(self.digests | other.digests, self.skipped + other.skipped)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{len(self)} usable pictures", *_skipped_lines(self.skipped)])
+
+
+@dataclass
+class PictureReport:
+    """What `cats_vs_dogs` found: pictures per class, files left out, pictures in both splits."""
+
+    train: dict[str, int] = field(default_factory=dict)
+    val: dict[str, int] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+    duplicates: list[tuple[Path, Path]] = field(default_factory=list)  # (training, validation)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        splits = [("training", self.train), ("validation", self.val)]
+        lines = [
+            f"{sum(counts.values())} {split} pictures ({_listed(counts)})"
+            for split, counts in splits
+        ]
+        lines += _skipped_lines(self.skipped)
+        if self.duplicates:
+            lines.append(f"{len(self.duplicates)} validation pictures are also training pictures:")
+            lines += [
+                f"  {_printable(val)} = {_printable(train)}" for train, val in self.duplicates
+            ]
+        return "\n".join(lines + self.notes)
+
+
+def scan_images(folder: str | os.PathLike) -> Scan:
+    """Decode every picture below `folder` once, so that training will not stumble over a file.
+
+    Nothing is changed or deleted. JPEGs are decoded at an eighth of their size, which reads the
+    same bytes and finds the same damage in half the time; several files are decoded at once.
+    """
+    scan = Scan()
+    paths = list(_picture_paths(Path(folder), scan.skipped))
+    with _quiet_pillow(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        examined = pool.map(_examine, paths)
+        progress = tqdm(examined, "scanning", len(paths), leave=False, disable=None)
+        for path, (digest, reason) in zip(paths, progress, strict=True):
+            if reason is None:
+                scan.digests[path] = digest
+            else:
+                scan.skipped.append(Skipped(path, reason))
+    return scan
+
+
+def _picture_paths(folder: Path, skipped: list[Skipped]) -> Iterator[Path]:
+    """Files below `folder` that their names call pictures, in a fixed order."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        skipped.append(Skipped(folder, f"folder cannot be read: {error.strerror}"))
+        return
+    for entry in entries:
+        reason = _reason_against(entry)
+        if reason is not None:
+            skipped.append(Skipped(entry, reason))
+        elif os.path.isdir(entry):
+            yield from _picture_paths(entry, skipped)
+        else:
+            yield entry
+
+
+def _reason_against(entry: Path) -> str | None:
+    """Why a file or folder is not even opened; None if it is."""
+    if entry.name.startswith("._"):
+        return "macOS resource fork (._ file), not a picture"
+    if _is_hidden(entry):
+        return "hidden file or folder"
+    if entry.is_symlink() and not os.path.exists(entry):
+        return f"dangling symbolic link to {_printable(os.readlink(entry))}"
+    if os.path.isdir(entry):
+        if _is_picture_name(entry):
+            return "a folder with a picture's name"
+        if entry.is_symlink() and entry.resolve() in [entry.absolute(), *entry.absolute().parents]:
+            return "symbolic link to a folder that contains it"
+    elif not os.path.isfile(entry):
+        return "neither a file nor a folder, or not accessible"
+    elif not _is_picture_name(entry):
+        return f"extension {entry.suffix.lower() or '(none)'} is not read"
+    return None
+
+
+def _examine(path: Path) -> tuple[str, str | None]:
+    """The hash of a file's bytes, and why it cannot be trained on; None if it can."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return "", f"cannot be read: {error.strerror}"
+    digest = hashlib.sha256(content).hexdigest()
+    if not content:
+        return digest, "empty file (0 bytes)"
+    if content.startswith(b"version https://git-lfs"):
+        return digest, "Git LFS pointer, not the picture itself (fetch it with `git lfs pull`)"
+    if content.lstrip()[:1] == b"<":
+        return digest, "text such as HTML, not a picture (a failed download?)"
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            # A phone's MPO holds several pictures too, but its first is the photo itself.
+            if image.format in ("GIF", "PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
+                return digest, "animated, not one picture"
+            image.draft(None, (1, 1))
+            to_rgb(upright(image))
+    except UnidentifiedImageError:
+        return digest, "not a picture that Pillow can read"
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        return digest, f"more than {Image.MAX_IMAGE_PIXELS:,} pixels (decompression bomb?)"
+    except Exception as error:  # a decoder raises whatever the damaged bytes provoke
+        return digest, f"damaged: {error}"
+    return digest, None
+
+
+def _is_picture_name(path: Path) -> bool:
+    return path.suffix.lower() in PICTURE_SUFFIXES
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.name == "__MACOSX"
+
+
+def _printable(path: str | os.PathLike) -> str:
+    """A path that can be printed even where its bytes are not valid text."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
+
+
+def _skipped_lines(skipped: list[Skipped]) -> list[str]:
+    """The files left out, by reason; of each reason the first three are named."""
+    if not skipped:
+        return ["no file left out"]
+    by_reason: dict[str, list[str]] = {}
+    for item in skipped:
+        by_reason.setdefault(item.reason, []).append(_printable(item.path))
+    lines = [f"{len(skipped):,} files or folders left out:"]
+    for reason, paths in by_reason.items():
+        more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+        lines.append(f"  {len(paths):,} x {reason}: {', '.join(paths[:3])}{more}")
+    return lines
+
+
+# Which picture belongs to which class and split
+
+EXPECTED_LAYOUT = (
+    "expected train/<class>/*.jpg with val/, validation/ or test/ beside train/, "
+    "or <class>/*.jpg, or train/cat.0.jpg, or images/ and annotations/ of the Oxford-IIIT Pets"
+)
+
+
+@dataclass
+class PictureFolder:
+    """A folder read: (path, label) pairs of both splits, the classes taking turns."""
+
+    root: Path
+    classes: tuple[str, ...]
+    train: list[tuple[Path, int]]
+    val: list[tuple[Path, int]]
+    report: PictureReport
+
+
+def read_picture_folder(root: str | os.PathLike) -> PictureFolder:
+    """Find classes and splits below `root` by its layout and scan every picture (see cats_vs_dogs).
+
+    Raises FileNotFoundError or ValueError, saying what was found, what is expected, what to do.
+    """
+    root = Path(root).expanduser()
+    if not root.exists():
+        raise FileNotFoundError(
+            f"root: there is no folder {_printable(root.absolute())}; {EXPECTED_LAYOUT}. "
+            "Check the path, or use root=None for the drawn sample"
+        )
+    if not root.is_dir():
+        raise ValueError(f"root: {_printable(root)} is a file, not a folder; {EXPECTED_LAYOUT}")
+    report = PictureReport()
+    pets = _oxford_pets(root)
+    read = _read_class_folders(root, report) if pets is None else _read_oxford_pets(pets, report)
+    train, val, scan = read
+    report.skipped = scan.skipped
+    unreadable = [item for item in scan.skipped if _is_picture_name(item.path)]
+    if unreadable:
+        LOG.warning("%s", "\n".join(_skipped_lines(unreadable)))
+    if val is None:
+        train, val = _hold_out(train)
+        report.notes.append(f"validation: every {HOLD_OUT}th picture of each class, by name")
+    _check_classes(root, train, val, scan.skipped)
+    classes = tuple(sorted(train))
+    trained_on = {scan.digests[path]: path for paths in train.values() for path in paths}
+    report.duplicates = [
+        (trained_on[scan.digests[path]], path)
+        for name in classes
+        for path in val[name]
+        if scan.digests[path] in trained_on
+    ]
+    return PictureFolder(root, classes, _interleaved(train), _interleaved(val), report)
+
+
+ByClass = dict[str, list[Path]]
+# Training and validation pictures by class (validation None: to be held out), and their scan.
+Splits = tuple[ByClass, ByClass | None, Scan]
+
+
+def _read_class_folders(root: Path, report: PictureReport) -> Splits:
+    """train/ and a validation folder, or one folder whose pictures are still to be split."""
+    train_folder = root / TRAIN_FOLDER if (root / TRAIN_FOLDER).is_dir() else root
+    train, scan = _by_class(train_folder)
+    if train is None:
+        raise _wrong_level(root)
+    val_folders = [root / name for name in VALIDATION_FOLDERS if (root / name).is_dir()]
+    if train_folder == root or not val_folders:
+        return train, None, scan
+    val, val_scan = _by_class(val_folders[0])
+    if val is None:
+        report.notes.append(
+            f"{val_folders[0].name}/ is not used: no class folders, no class in its files' names"
+        )
+        return train, None, scan
+    return train, val, scan + val_scan
+
+
+def _by_class(folder: Path) -> tuple[ByClass | None, Scan | None]:
+    """Usable pictures of each class: class folders if there are any, else names like cat.0.jpg.
+
+    (None, None) where neither is found; nothing is decoded to find that out.
+    """
+    folders = _subfolders(folder)
+    if any(_pictures_directly_in(child) for child in folders):
+        scans = {child.name: scan_images(child) for child in folders}
+        loose = _pictures_directly_in(folder)
+        outside = Scan(skipped=[Skipped(path, "beside the class folders") for path in loose])
+        by_class = {name: list(scan.digests) for name, scan in scans.items()}
+        return by_class, sum(scans.values(), outside)
+    if not any(_class_in_name(path) for path in _pictures_directly_in(folder)):
+        return None, None
+    scan, by_class = scan_images(folder), {}
+    for path in scan.digests:
+        by_class.setdefault(_class_in_name(path), []).append(path)
+    nameless = by_class.pop(None, [])
+    scan.skipped += [Skipped(path, "no class in its name (such as cat.0.jpg)") for path in nameless]
+    return by_class, scan
+
+
+def _oxford_pets(root: Path) -> Path | None:
+    """The folder with the pets' images/, as it is or below torchvision's download folder."""
+    for pets in (root, root / "oxford-iiit-pet"):
+        if not (pets / TRAIN_FOLDER).is_dir() and (pets / "images").is_dir():
+            names = [path.stem for path in _pictures_directly_in(pets / "images")]
+            if any(re.fullmatch(r".+_\d+", name) for name in names):
+                return pets
+    return None
+
+
+def _read_oxford_pets(pets: Path, report: PictureReport) -> Splits:
+    """Breeds written with a capital are cats; annotations/ says which picture is in which split."""
+    scan = scan_images(pets / "images")
+    by_class: ByClass = {"cat": [], "dog": []}
+    for path in scan.digests:
+        by_class["cat" if path.name[0].isupper() else "dog"].append(path)
+    lists = [pets / "annotations" / name for name in ("trainval.txt", "test.txt")]
+    if not all(file.is_file() for file in lists):
+        return by_class, None, scan
+    lines = [file.read_text(encoding="utf-8").splitlines() for file in lists]
+    train_names, val_names = ({line.split()[0] for line in part if line.strip()} for part in lines)
+    unlisted = [path for path in scan.digests if path.stem not in train_names | val_names]
+    if unlisted:
+        report.notes.append(f"{len(unlisted):,} pictures in neither {lists[0]} nor {lists[1].name}")
+    train = {name: [p for p in paths if p.stem in train_names] for name, paths in by_class.items()}
+    val = {name: [p for p in paths if p.stem in val_names] for name, paths in by_class.items()}
+    return train, val, scan
+
+
+def _hold_out(by_class: ByClass) -> tuple[ByClass, ByClass]:
+    val = {name: paths[HOLD_OUT - 1 :: HOLD_OUT] or paths[1:2] for name, paths in by_class.items()}
+    kept = {name: set(paths) for name, paths in val.items()}
+    train = {name: [p for p in paths if p not in kept[name]] for name, paths in by_class.items()}
+    return train, val
+
+
+def _check_classes(root: Path, train: ByClass, val: ByClass, skipped: list[Skipped]) -> None:
+    shown = _printable(root)
+    if set(train) != set(val):
+        raise ValueError(
+            f"{shown}: validation classes {sorted(val)} do not match the training classes "
+            f"{sorted(train)}; the same class folders are expected in both. Rename or add them"
+        )
+    if len(train) < 2:
+        raise ValueError(
+            f"{shown}: found a single class ({_listed({n: len(p) for n, p in train.items()})}); "
+            f"at least two are expected: {EXPECTED_LAYOUT}. {_advice(root)}"
+        )
+    for name in sorted(train):
+        if not train[name] or not val[name]:
+            raise ValueError(
+                f"{shown}: class {name!r} has {len(train[name])} usable training and "
+                f"{len(val[name])} validation pictures; at least one of each is expected. Add "
+                f"pictures or remove the class. " + "; ".join(_skipped_lines(skipped)[:4])
+            )
+
+
+def _interleaved(by_class: ByClass) -> list[tuple[Path, int]]:
+    """(path, label) pairs, the classes taking turns, so that a limit keeps them balanced."""
+    labelled = enumerate(by_class[name] for name in sorted(by_class))
+    ranked = [(rank, label, path) for label, paths in labelled for rank, path in enumerate(paths)]
+    return [(path, label) for _, label, path in sorted(ranked)]
+
+
+def _wrong_level(root: Path) -> Exception:
+    """The error for a folder without classes, with the folder that was probably meant."""
+    if not any(not _is_hidden(entry) for entry in root.iterdir()):
+        return FileNotFoundError(f"{_printable(root)} is empty; {EXPECTED_LAYOUT}")
+    folders = {f"{child.name}/": len(_pictures_directly_in(child)) for child in _subfolders(root)}
+    return ValueError(
+        f"{_printable(root)}: no classes found. It has {len(_pictures_directly_in(root))} pictures "
+        f"of its own and these folders, with the pictures directly in them: {_listed(folders)}; "
+        f"{EXPECTED_LAYOUT}. {_advice(root)}"
+    )
+
+
+def _advice(root: Path) -> str:
+    """Which folder near `root` has the expected layout."""
+    near = [child for folder in (root, *_subfolders(root)) for child in _subfolders(folder)]
+    for folder in [*near, root.absolute().parent.parent, root.absolute().parent]:
+        if _has_classes(folder) or _has_classes(folder / TRAIN_FOLDER) or _oxford_pets(folder):
+            return f"Did you mean {_printable(folder)}?"
+    return "Sort the pictures into folders like these"
+
+
+def _has_classes(folder: Path) -> bool:
+    filled = [child for child in _subfolders(folder) if _pictures_directly_in(child)]
+    named = {_class_in_name(path) for path in _pictures_directly_in(folder)} - {None}
+    return len(filled) > 1 or len(named) > 1
+
+
+def _class_in_name(path: Path) -> str | None:
+    match = re.fullmatch(r"(.+)\.\d+", path.stem)  # Kaggle's cat.0.jpg
+    return match and match.group(1)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return [entry for entry in _entries(folder) if not _is_picture_name(entry) and entry.is_dir()]
+
+
+def _pictures_directly_in(folder: Path) -> list[Path]:
+    return [entry for entry in _entries(folder) if _is_picture_name(entry) and not entry.is_dir()]
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder, without hidden entries; nothing where it cannot be read."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if not _is_hidden(entry))
+    except OSError:
+        return []
+
+
+def _count_by_class(labels: list[int], classes: Sequence[str]) -> dict[str, int]:
+    return {name: labels.count(label) for label, name in enumerate(classes)}
+
+
+def _require_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 # --- Toxic comments ------------------------------------------------------------------------
