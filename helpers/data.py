@@ -368,16 +368,16 @@ def _draw_sitting(pen: Pen, rng: random.Random, coat: Coat, kind: str) -> tuple[
 
 def _draw_standing(pen: Pen, rng: random.Random, coat: Coat, kind: str) -> tuple[Point, float]:
     """A body seen from the side; returns where the head is and how far it looks sideways."""
-    _draw_tail(pen, rng, coat, kind, (-0.26, -0.02), -1)
-    head = (rng.uniform(0.24, 0.3), rng.uniform(-0.2, -0.1))
-    pen.line([(0.2, 0.02), head], 0.15, coat.fur)
+    _draw_tail(pen, rng, coat, kind, (-0.34, -0.02), -1)
+    head = (rng.uniform(0.14, 0.2), rng.uniform(-0.2, -0.1))
+    pen.line([(0.1, 0.02), head], 0.15, coat.fur)
     wide, high = rng.uniform(0.27, 0.33), rng.uniform(0.12, 0.17)
-    pen.oval(0, 0.06, wide, high, coat.fur)
+    pen.oval(-0.1, 0.06, wide, high, coat.fur)
     length = rng.uniform(0.2, 0.26)
-    for x, colour in zip((-0.22, -0.13, 0.14, 0.22), (coat.fur, coat.dark) * 2, strict=True):
+    for x, colour in zip((-0.32, -0.23, 0.04, 0.12), (coat.fur, coat.dark) * 2, strict=True):
         x, foot = x + rng.uniform(-0.03, 0.03), (x + rng.uniform(-0.05, 0.05), 0.1 + length)
         pen.line([(x, 0.1), foot], rng.uniform(0.055, 0.08), colour)
-    _draw_markings(pen, rng, coat, 0, 0.06, wide, high)
+    _draw_markings(pen, rng, coat, -0.1, 0.06, wide, high)
     return head, 1
 
 
