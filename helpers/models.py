@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 # Output channels of the 13 convolutions; "M" is a max-pool that halves height and width.
 # Configuration D of Simonyan and Zisserman (2014), arXiv:1409.1556.
-VGG16_LAYERS = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
+# fmt: off
+VGG16_LAYERS = (
+    64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M",
+)
+# fmt: on
 
 
 def vgg16(num_classes: int = 2, width: float = 1.0) -> nn.Sequential:
@@ -40,7 +44,8 @@ def vgg16(num_classes: int = 2, width: float = 1.0) -> nn.Sequential:
     """
     if num_classes < 1 or width <= 0:
         raise ValueError(
-            f"vgg16 needs num_classes >= 1 and width > 0, got num_classes={num_classes}, width={width}"
+            f"vgg16 needs num_classes >= 1 and width > 0, got num_classes={num_classes}, "
+            f"width={width}"
         )
     modules: list[nn.Module] = []
     channels = 3
@@ -65,7 +70,7 @@ def vgg16(num_classes: int = 2, width: float = 1.0) -> nn.Sequential:
 
 # --- Segments ------------------------------------------------------------------------------
 
-# What is recomputed: nothing (None), a number of segments, "pools", "layers", or ranges of children.
+# What is recomputed: nothing (None), a number of segments, "pools", "layers", ranges of children.
 Checkpoint = int | str | tuple[tuple[int, int], ...] | None
 
 
@@ -84,7 +89,9 @@ def legal_cuts(model: nn.Sequential) -> list[int]:
     return [i for i in range(1, len(model)) if not starts_in_place(model[i])]
 
 
-def segments(model: nn.Sequential, how: int | str | Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def segments(
+    model: nn.Sequential, how: int | str | Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
     """The ranges [start, stop) of children that are recomputed, each as one piece.
 
     `how` is one of
@@ -98,7 +105,9 @@ def segments(model: nn.Sequential, how: int | str | Sequence[Sequence[int]]) -> 
     """
     cuts = legal_cuts(model)
     if isinstance(how, bool) or how is None:
-        raise ValueError(f"checkpoint={how!r}: expected a number of segments, 'pools', 'layers' or ranges")
+        raise ValueError(
+            f"checkpoint={how!r}: expected a number of segments, 'pools', 'layers' or ranges"
+        )
     if how == "layers":
         bounds = [0, *cuts, len(model)]
         return list(zip(bounds[:-1], bounds[1:], strict=True))[:-1]
@@ -116,27 +125,30 @@ def segments(model: nn.Sequential, how: int | str | Sequence[Sequence[int]]) -> 
         inner = [cuts[round(i * (len(cuts) + 1) / how) - 1] for i in range(1, how)]
         return list(zip([0, *inner[:-1]], inner, strict=True))
     if isinstance(how, str):
-        raise ValueError(f"checkpoint={how!r} is not known for an nn.Sequential: expected a number, "
-                         "'pools', 'layers' or ranges")
+        raise ValueError(
+            f"checkpoint={how!r} is not known for an nn.Sequential: expected a number, "
+            "'pools', 'layers' or ranges"
+        )
     ranges = [(int(start), int(stop)) for start, stop in how]
     position = 0
     for start, stop in ranges:
         if not position <= start < stop <= len(model):
             raise ValueError(
-                f"checkpoint range ({start}, {stop}): ranges must ascend without overlap within 0 and {len(model)}"
+                f"checkpoint range ({start}, {stop}): ranges must ascend without overlap within "
+                f"0 and {len(model)}"
             )
         if start and start not in cuts:
             raise ValueError(
-                f"checkpoint range ({start}, {stop}) starts at an in-place {type(model[start]).__name__}, "
-                f"which would overwrite the saved input: start at {start - 1} or {start + 1}, "
-                "or build the module with inplace=False"
+                f"checkpoint range ({start}, {stop}) starts at an in-place "
+                f"{type(model[start]).__name__}, which would overwrite the saved input: start at "
+                f"{start - 1} or {start + 1}, or build the module with inplace=False"
             )
         position = stop
     return ranges
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model that is not a flat sequence: ResNet's bottlenecks, a transformer's layers.
+    """The repeated parts of a model that is no sequence: a ResNet's bottlenecks, a BERT's layers.
 
     A block is a composite child of an `nn.Sequential` or `nn.ModuleList`, unless it is such a
     container of composite children itself; blocks do not nest.
@@ -163,10 +175,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def replay_buffers(modules: Sequence[nn.Module]) -> tuple[
-    contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]
-]:
-    """Contexts for `checkpoint(context_fn=...)`: recomputing leaves every buffer as one forward pass left it.
+def replay_buffers(
+    modules: Sequence[nn.Module],
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Contexts for `checkpoint(context_fn=...)` in which recomputing leaves every buffer alone.
 
     A layer that updates a buffer while it computes (BatchNorm its running statistics, spectral
     norm its vectors) would do so twice when it is recomputed. So the recomputation works on copies
@@ -183,17 +195,17 @@ def replay_buffers(modules: Sequence[nn.Module]) -> tuple[
         ]
         copies = [(buffer._version, buffer.detach().clone()) for _, _, buffer in owners]
         yield
-        for (module, name, buffer), (version, copy) in zip(owners, copies, strict=True):
+        for (module, name, buffer), (version, old) in zip(owners, copies, strict=True):
             # BatchNorm's kernels update the statistics without counting it as a new version.
             is_statistic = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
             if is_statistic or module._buffers[name] is not buffer or buffer._version != version:
-                before.append((module, name, copy))
+                before.append((module, name, old))
 
     @contextlib.contextmanager
     def recompute() -> Iterator[None]:
         kept = [(module, name, module._buffers[name]) for module, name, _ in before]
-        for module, name, copy in before:
-            module._buffers[name] = copy.clone()
+        for module, name, old in before:
+            module._buffers[name] = old.clone()
         try:
             yield
         finally:
@@ -210,7 +222,7 @@ def _run(children: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 
 def _checkpointed(function: Callable, modules: Sequence[nn.Module]) -> Callable:
-    """`function`, recomputed in the backward pass; `modules` are those whose buffers it may update."""
+    """`function`, recomputed in the backward pass; `modules`: those whose buffers it may update."""
     inner = [inner for module in modules for inner in module.modules()]
     return partial(
         checkpoint, function, use_reentrant=False, context_fn=partial(replay_buffers, inner)
@@ -220,8 +232,9 @@ def _checkpointed(function: Callable, modules: Sequence[nn.Module]) -> Callable:
 def _refuse_in_place(block: nn.Module) -> None:
     if starts_in_place(block):
         raise ValueError(
-            f"{type(block).__name__} starts with an in-place activation, which would overwrite the input that "
-            "checkpointing keeps: build it with inplace=False, or checkpoint a larger piece"
+            f"{type(block).__name__} starts with an in-place activation, which would overwrite the "
+            "input that checkpointing keeps: build it with inplace=False, or checkpoint a larger "
+            "piece"
         )
 
 
@@ -232,13 +245,13 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
-    """Within this context the forward pass of `model` keeps segment inputs only and recomputes the rest.
+    """Within this context the forward pass of `model` keeps segment inputs and recomputes the rest.
 
     `how`: None for off; for an `nn.Sequential` everything that `segments` knows; for any other
     model "layers": each of its `blocks` is recomputed as one piece. The backward pass may run after
     the context has been left. Dropout, the random number generator and buffers end as without
-    checkpointing. The model itself is not changed. Method: Chen et al. (2016), arXiv:1604.06174, in torch's
-    non-reentrant form.
+    checkpointing. The model itself is not changed. Method: Chen et al. (2016), arXiv:1604.06174,
+    in torch's non-reentrant form.
     """
     if how is None:
         yield
@@ -261,21 +274,29 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
         recomputed = blocks(model)
         if not recomputed:
             raise ValueError(
-                f"checkpoint='layers': {type(model).__name__} has no repeated blocks in an nn.Sequential or nn.ModuleList"
+                f"checkpoint='layers': {type(model).__name__} has no repeated blocks in an "
+                "nn.Sequential or nn.ModuleList"
             )
         for block in recomputed:
             _refuse_in_place(block)
         replaced = {block: _checkpointed(block.forward, [block]) for block in recomputed}
         first = next(recomputed[0].parameters(), None)
-        recomputed = [*recomputed, *_modules_before(model, recomputed[0])] if first is not None else recomputed
+        recomputed = (
+            [*recomputed, *_modules_before(model, recomputed[0])]
+            if first is not None
+            else recomputed
+        )
     else:
         raise ValueError(
-            f"checkpoint={how!r}: {type(model).__name__} is not an nn.Sequential, expected 'layers' or None"
+            f"checkpoint={how!r}: {type(model).__name__} is not an nn.Sequential, expected "
+            "'layers' or None"
         )
-    if not any(parameter.requires_grad for module in recomputed for parameter in module.parameters()):
+    if not any(
+        parameter.requires_grad for module in recomputed for parameter in module.parameters()
+    ):
         warnings.warn(
-            "checkpointing saves nothing here: no parameter in or before the recomputed segments is trained. "
-            "Run the frozen part under torch.no_grad() instead.",
+            "checkpointing saves nothing here: no parameter in or before the recomputed segments "
+            "is trained. Run the frozen part under torch.no_grad() instead.",
             stacklevel=3,
         )
     # A decoder's key-value cache would be filled twice by a recomputed layer.
@@ -306,7 +327,7 @@ def _modules_before(model: nn.Module, block: nn.Module) -> list[nn.Module]:
 
 
 def hugging_face_checkpointing(model: nn.Module, enable: bool = True) -> None:
-    """Switch a transformers model's own layer checkpointing on or off, whatever its version calls it.
+    """Switch a transformers model's own checkpointing on or off, whatever its version calls it.
 
     Raises ValueError for a model that has no such switch; `Recipe(checkpoint="layers")` then does
     the same from outside.
@@ -347,7 +368,8 @@ XLMR_SIZES = {
     ]
 }
 
-# A tokenizer trained here is for a small corpus: more pieces than this are words seen once or twice.
+# A tokenizer trained here is for a small corpus: more pieces than this are words seen once or
+# twice.
 MAX_TRAINED_PIECES = 4_000
 
 

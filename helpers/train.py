@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,10 +66,19 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.amp not in AMP_DTYPES:
             raise ValueError(f"amp={self.amp!r}: expected one of {', '.join(AMP_DTYPES)}")
-        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate!r}: expected a whole number of micro-batches, 1 or more")
+        if (
+            isinstance(self.accumulate, bool)
+            or not isinstance(self.accumulate, int)
+            or self.accumulate < 1
+        ):
+            raise ValueError(
+                f"accumulate={self.accumulate!r}: expected a whole number of micro-batches, 1 or "
+                "more"
+            )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm={self.clip_norm!r}: expected a norm above 0, or None for no clipping")
+            raise ValueError(
+                f"clip_norm={self.clip_norm!r}: expected a norm above 0, or None for no clipping"
+            )
         if self.optimizer_in_backward:
             needs_whole_gradient = {
                 f"accumulate={self.accumulate}": self.accumulate > 1,
@@ -78,9 +88,10 @@ class Recipe:
             for switch, on in needs_whole_gradient.items():
                 if on:
                     raise ValueError(
-                        f"optimizer_in_backward and {switch} exclude each other: the update in the backward pass "
-                        "frees each gradient before the others are known; accumulation needs it kept, clipping "
-                        "needs the norm of all, and the fp16 scaler must see all before one is used"
+                        f"optimizer_in_backward and {switch} exclude each other: the update in "
+                        "the backward pass frees each gradient before the others are known; "
+                        "accumulation needs it kept, clipping needs the norm of all, and the fp16 "
+                        "scaler must see all before one is used"
                     )
 
     @property
@@ -98,10 +109,12 @@ class Recipe:
 
 
 def check_recipe(recipe: Recipe, model: nn.Module) -> None:
-    """Stop before training if `recipe` cannot work on `model`; called once by `train` and its kin."""
+    """Stop before training if `recipe` cannot work on `model`; `train` and its kin call it once."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
-        raise ValueError("no parameter of the model requires a gradient: unfreeze at least one layer")
+        raise ValueError(
+            "no parameter of the model requires a gradient: unfreeze at least one layer"
+        )
     if recipe.amp == "off":
         return
     for name, parameter in trained:
@@ -148,8 +161,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def make_optimizer(name: str, params: Iterable[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer called `name` (see OPTIMIZERS), with torch's defaults where `options` are silent."""
+def make_optimizer(
+    name: str, params: Iterable[nn.Parameter], lr: float, **options: Any
+) -> torch.optim.Optimizer:
+    """The optimizer called `name` (see OPTIMIZERS), with torch's defaults for other options."""
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name!r}: expected one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](params, lr=lr, **options)
@@ -173,11 +188,13 @@ class OptimizerInBackward(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(partial(self._update, optimizer))
 
     def _share(self) -> None:
-        """One list of groups and one state for all, so that schedulers and snapshots see everything."""
+        """One list of groups and one state, so that schedulers and snapshots see everything."""
         for optimizer in self.optimizers:
             self.state.update(optimizer.state)
             optimizer.state = self.state
-        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.param_groups = [
+            group for optimizer in self.optimizers for group in optimizer.param_groups
+        ]
 
     def _update(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
         optimizer.step()
@@ -197,7 +214,9 @@ class OptimizerInBackward(torch.optim.Optimizer):
             optimizer.state = self.state
 
 
-def build_optimizer(model: nn.Module, optimizer_fn: OptimizerFunction, recipe: Recipe) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, optimizer_fn: OptimizerFunction, recipe: Recipe
+) -> torch.optim.Optimizer:
     """The optimizer of the trained (not frozen) parameters of `model`, as `recipe` wants it."""
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.optimizer_in_backward:
@@ -215,12 +234,13 @@ def batch_size(batch: Batch) -> int:
     if isinstance(batch, (Mapping, tuple, list)) and batch:
         return batch_size(next(iter(batch.values())) if isinstance(batch, Mapping) else batch[0])
     raise TypeError(
-        f"a batch is a tensor, or a tuple, list or mapping of tensors; found {type(batch).__name__}: {batch!r:.60}"
+        "a batch is a tensor, or a tuple, list or mapping of tensors; found "
+        f"{type(batch).__name__}: {batch!r:.60}"
     )
 
 
 def split_batch(batch: Batch, pieces: int) -> list[Batch]:
-    """`batch` in `pieces` parts of sizes that differ by one at most, or one part a sample if it has fewer."""
+    """`batch` in `pieces` parts (at most one a sample) whose sizes differ by one at most."""
     pieces = min(pieces, batch_size(batch))
     if pieces <= 1:
         return [batch]
@@ -231,7 +251,10 @@ def split_batch(batch: Batch, pieces: int) -> list[Batch]:
         return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
     if isinstance(batch, tuple):
         return list(zip(*(split_batch(value, pieces) for value in batch), strict=True))
-    return [list(values) for values in zip(*(split_batch(value, pieces) for value in batch), strict=True)]
+    return [
+        list(values)
+        for values in zip(*(split_batch(value, pieces) for value in batch), strict=True)
+    ]
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
@@ -251,7 +274,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """A CUDA GPU if there is one, otherwise the CPU; any other device only when asked for by name."""
+    """A CUDA GPU if there is one, else the CPU; any other device only when asked for by name."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
@@ -267,7 +290,7 @@ def make_scaler(recipe: Recipe, device: torch.device) -> torch.amp.GradScaler:
 
 @dataclass
 class StepResult:
-    """What one step did. loss: mean over the batch, a tensor without a graph; grad_norm: before clipping."""
+    """What one step did. loss: mean over the batch, without a graph; grad_norm: before clipping."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor | None
@@ -323,7 +346,7 @@ def train_step(
     count: Callable[[Batch], Any] = batch_size,
     to_device: Callable[[Batch], Batch] | None = None,
 ) -> StepResult:
-    """One optimizer step on `batch`, as `recipe` says. Gradients are left for reading until the next step.
+    """One optimizer step on `batch`, as `recipe` says; gradients stay readable until the next one.
 
     loss_fn(model, batch) returns the mean loss over `count(batch)` terms: samples by default, so
     give `count` when the loss averages over something else, such as tokens. Each of the
@@ -332,7 +355,9 @@ def train_step(
     `to_device` moves a micro-batch to the model's device.
     """
     if scaler is None and recipe.amp == "fp16":
-        raise ValueError("amp='fp16' needs a gradient scaler: pass scaler=make_scaler(recipe, device)")
+        raise ValueError(
+            "amp='fp16' needs a gradient scaler: pass scaler=make_scaler(recipe, device)"
+        )
     scaler = scaler or NO_SCALER
     to_device = to_device or partial(move_batch, device=device_of(model))
 
@@ -341,9 +366,9 @@ def train_step(
     weights = _weights([count(piece) for piece in pieces], model)
     loss_sum: torch.Tensor | float = 0.0
     for index, piece in enumerate(pieces):
-        # DDP sums gradients over processes in the last micro-batch only; forward must be inside too.
+        # Only in the last micro-batch does DDP average over processes; forward must be inside too.
         is_last = index == len(pieces) - 1
-        with model.no_sync() if _is_ddp(model) and not is_last else contextlib.nullcontext():
+        with model.no_sync() if _is_ddp(model) and not is_last else nullcontext():
             with _forward_context(model, recipe):
                 loss = loss_fn(model, to_device(piece))
                 loss = loss * _like(weights[index], loss)
@@ -373,9 +398,9 @@ NO_GRADIENT = (
     "or was the optimizer built for another model?"
 )
 DIFFERENT_RECOMPUTATION = (
-    "The recomputed segment did not repeat its forward pass. Usual causes: model.eval() or model.train() between "
-    "forward and backward, Python's or NumPy's random numbers or a counter inside the segment, or "
-    "another autocast setting."
+    "The recomputed segment did not repeat its forward pass. Usual causes: model.eval() or "
+    "model.train() between forward and backward, Python's or NumPy's random numbers or a counter "
+    "inside the segment, or another autocast setting."
 )
 
 
@@ -394,7 +419,7 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt: how a batch becomes logits and targets, the mean loss, and one score for a data set."""
+    """What is learnt: how a batch becomes logits and targets, their mean loss, and their score."""
 
     name: str
     forward: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
@@ -424,13 +449,13 @@ def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def comment_forward(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """One logit a comment [batch] and labels in 0 to 1 [batch] of a tokenized batch with "labels"."""
+    """One logit a comment [batch], and labels in 0 to 1 [batch], of a tokenized batch."""
     inputs = {key: value for key, value in batch.items() if key in ("input_ids", "attention_mask")}
     return model(**inputs).logits.squeeze(-1), batch["labels"]
 
 
 def comment_criterion(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Binary cross-entropy on logits, in float32: a sigmoid before it would saturate in half precision."""
+    """Binary cross-entropy on float32 logits: a sigmoid first would saturate in half precision."""
     return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
 
 
@@ -453,7 +478,7 @@ COMMENTS = Task("toxic comments", comment_forward, comment_criterion, "ROC-AUC",
 
 @dataclass
 class EvalResult:
-    """loss: mean per sample; score: the task's, None where it is not defined; logits and targets: all of them."""
+    """loss: mean per sample; score: the task's, None where undefined; all logits and targets."""
 
     loss: float
     score: float | None
@@ -462,8 +487,10 @@ class EvalResult:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Iterable[Batch], task: Task, recipe: Recipe = Recipe()) -> EvalResult:
-    """Loss and score of `model` on `loader`, in eval mode and without gradients; the mode is restored after."""
+def evaluate(
+    model: nn.Module, loader: Iterable[Batch], task: Task, recipe: Recipe = Recipe()
+) -> EvalResult:
+    """Loss and score of `model` on `loader`, in eval mode without gradients; then the old mode."""
     was_training = model.training
     device, dtype = device_of(model), AMP_DTYPES[recipe.amp]
     model.eval()
@@ -471,7 +498,7 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], task: Task, recipe: Reci
     try:
         for batch in loader:
             batch = move_batch(batch, device)
-            with torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext():
+            with torch.autocast(device.type, dtype) if dtype else nullcontext():
                 outputs, labels = task.forward(model, batch)
             loss_sum = loss_sum + task.criterion(outputs, labels) * len(labels)
             logits.append(outputs.float().cpu())
@@ -482,7 +509,10 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], task: Task, recipe: Reci
         raise ValueError("nothing to evaluate: the loader has no batch")
     all_logits, all_targets = torch.cat(logits), torch.cat(targets)
     return EvalResult(
-        float(loss_sum) / len(all_targets), task.score(all_logits, all_targets), all_logits, all_targets
+        float(loss_sum) / len(all_targets),
+        task.score(all_logits, all_targets),
+        all_logits,
+        all_targets,
     )
 
 
@@ -491,7 +521,7 @@ def evaluate(model: nn.Module, loader: Iterable[Batch], task: Task, recipe: Reci
 
 @dataclass
 class EpochResult:
-    """One epoch: losses are means per sample; scores are the task's, in 0 to 1, not rounded; None: not computed."""
+    """One epoch: losses are means per sample, scores in 0 to 1 not rounded; None: not computed."""
 
     epoch: int
     train_loss: float
@@ -509,16 +539,18 @@ class EpochResult:
 
 
 def optimizer_steps_per_epoch(loader: Any) -> int:
-    """How often the optimizer steps in one epoch: once a batch, however many micro-batches that has."""
+    """Optimizer steps in one epoch: one a batch, however many micro-batches that has."""
     return len(loader)
 
 
 def is_interactive() -> bool:
-    """Whether somebody may be watching a progress bar: a terminal or a notebook, unless TQDM_DISABLE is set.
+    """Whether somebody may watch a progress bar: in a terminal or notebook, without TQDM_DISABLE.
 
     `tqdm.auto` does not heed that variable in a notebook's kernel, so it is read here.
     """
-    return not os.environ.get("TQDM_DISABLE") and (sys.stderr.isatty() or "ipykernel" in sys.modules)
+    return not os.environ.get("TQDM_DISABLE") and (
+        sys.stderr.isatty() or "ipykernel" in sys.modules
+    )
 
 
 MAX_SKIPPED_IN_A_ROW = 20  # from the first scale of 65,536 the scaler is below 0.1 by then
@@ -540,20 +572,30 @@ def train(
 ) -> list[EpochResult]:
     """Train for `epochs`, evaluating after each; `scheduler` is stepped once an optimizer step.
 
-    Peak memory: on a GPU of the whole epoch; on a CPU of the epoch's first two steps, since watching
-    every tensor would slow the rest. `evaluate_train` scores the training data once more after the
-    epoch. `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt`, with
-    `save_all` those of every epoch. Raises FloatingPointError when the loss stops being finite.
+    Peak memory: on a GPU of the whole epoch; on a CPU of the epoch's first two steps, since
+    watching every tensor would slow the rest. `evaluate_train` scores the training data once more
+    after the epoch. `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt`,
+    with `save_all` those of every epoch. Raises FloatingPointError when the loss stops being
+    finite, FileExistsError when `save_dir` holds another run's weights.
     """
     if epochs < 1:
         raise ValueError(f"epochs={epochs}: expected 1 or more")
     check_recipe(recipe, model)
+    if save_dir is not None:
+        refuse_old_weights(Path(save_dir))
     scaler = make_scaler(recipe, device_of(model))
     results: list[EpochResult] = []
     for epoch in range(1, epochs + 1):
         started = time.perf_counter()
         loss, steps, skipped, usage = _train_epoch(
-            model, train_loader, task, optimizer, recipe, scaler, scheduler, f"epoch {epoch}/{epochs}"
+            model,
+            train_loader,
+            task,
+            optimizer,
+            recipe,
+            scaler,
+            scheduler,
+            f"epoch {epoch}/{epochs}",
         )
         train_score = evaluate(model, train_loader, task, recipe).score if evaluate_train else None
         validation = evaluate(model, val_loader, task, recipe) if val_loader is not None else None
@@ -589,22 +631,23 @@ def _train_epoch(
     scheduler: Any,
     title: str,
 ) -> tuple[float, int, int, Usage]:
-    """One pass over `loader`: mean loss per sample, steps, skipped steps, and the memory that it took."""
+    """One pass over `loader`: mean loss per sample, steps, skipped steps and the memory it took."""
     model.train()
     on_gpu = device_of(model).type == "cuda"
-    losses: list[torch.Tensor] = []  # detached tensors: reading each one would stop the GPU every step
+    losses = []  # detached tensors: reading each one would stop the GPU every step
     samples = skipped_in_a_row = skipped = 0
     usages: list[Usage] = []
     with contextlib.ExitStack() as epoch_measure:
         if on_gpu:
             usages.append(epoch_measure.enter_context(measure(model, optimizer)))
-        # Only the length: tqdm.auto would iterate over the loader once more and so use up random numbers.
+        # Only the length: tqdm.auto starts another pass over what it gets, which draws a seed.
         progress = epoch_measure.enter_context(
             tqdm(total=len(loader), desc=title, leave=False, disable=not is_interactive())
         )
         for index, batch in enumerate(loader):
             measured = not on_gpu and index < 2
-            with measure(model, optimizer, inputs=batch) if measured else contextlib.nullcontext() as usage:
+            watch = measure(model, optimizer, inputs=batch) if measured else nullcontext()
+            with watch as usage:
                 result = train_step(model, batch, task.loss, optimizer, recipe, scaler)
             if measured:
                 usages.append(usage)
@@ -621,16 +664,17 @@ def _train_epoch(
             progress.update()
             if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
                 raise FloatingPointError(
-                    f"{skipped_in_a_row} steps in a row overflowed under amp={recipe.amp!r}: the loss or the gradients "
-                    "are NaN or infinite. Try amp='bf16' or amp='off'; GTX 16xx cards are known for this in float16"
+                    f"{skipped_in_a_row} steps in a row overflowed under amp={recipe.amp!r}: the "
+                    "loss or the gradients are NaN or infinite. Try amp='bf16' or amp='off'; "
+                    "GTX 16xx cards are known for this in float16"
                 )
     if not losses:
         raise ValueError("nothing to train on: the loader has no batch")
     loss = float(torch.stack(losses).sum()) / samples
     if not math.isfinite(loss) and not skipped:
         raise FloatingPointError(
-            f"the training loss became {loss} in {title}: lower the learning rate, clip the gradients "
-            "(clip_norm=1.0), or look for NaN in the data"
+            f"the training loss became {loss} in {title}: lower the learning rate, clip the "
+            "gradients (clip_norm=1.0), or look for NaN in the data"
         )
     return loss, len(losses), skipped, max(usages, key=lambda usage: usage.peak_bytes)
 
@@ -650,13 +694,30 @@ def write_atomically(value: Any, path: Path) -> None:
         raise
 
 
-def save_weights(model: nn.Module, folder: Path, results: Sequence[EpochResult], save_all: bool) -> None:
-    """Save this epoch's weights as `epoch_N.pt`; without `save_all`, delete those this run wrote before that are
-    neither the last nor the best by validation score."""
+def refuse_old_weights(folder: Path) -> None:
+    """Raise FileExistsError if another run's weights are in `folder`: they would be replaced."""
+    found = sorted(path.name for path in folder.glob("epoch_*.pt"))
+    if found:
+        raise FileExistsError(
+            f"{folder} holds weights of another run ({', '.join(found[:3])}), which this one would "
+            "replace: choose another save_dir, or move them away"
+        )
+
+
+def save_weights(
+    model: nn.Module, folder: Path, results: Sequence[EpochResult], save_all: bool
+) -> None:
+    """Save this epoch's weights as `epoch_N.pt`.
+
+    Without `save_all`, those that this run wrote before are deleted, unless they are the best by
+    validation score.
+    """
     write_atomically(model.state_dict(), folder / f"epoch_{results[-1].epoch}.pt")
     if save_all:
         return
-    best = max(results, key=lambda result: -math.inf if result.val_score is None else result.val_score)
+    best = max(
+        results, key=lambda result: -math.inf if result.val_score is None else result.val_score
+    )
     for result in results:
         if result.epoch not in (best.epoch, results[-1].epoch):
             (folder / f"epoch_{result.epoch}.pt").unlink(missing_ok=True)
@@ -667,7 +728,7 @@ def save_weights(model: nn.Module, folder: Path, results: Sequence[EpochResult],
 
 @dataclass
 class StepMeasurement:
-    """What `measure_step` saw. `failed` holds the reason where the step did not fit, and the rest is None."""
+    """What `measure_step` saw; where the step did not fit only `failed`, the reason, is set."""
 
     peak_mib: float | None = None
     peak_source: str = "n/a"
@@ -684,14 +745,20 @@ class StepMeasurement:
 
 
 def fingerprint(model: nn.Module, loss: torch.Tensor) -> str:
-    """One hash of loss, gradients, parameters, buffers and the random number generators: equal bits, equal hash."""
+    """One hash of loss, gradients, parameters, buffers and random number generators, bit by bit."""
     digest = hashlib.sha256()
-    tensors = [loss, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    tensors = [
+        loss,
+        *model.parameters(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
     tensors += [*model.buffers(), torch.get_rng_state()]
     if device_of(model).type == "cuda":
         tensors.append(torch.cuda.get_rng_state(device_of(model)))
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 

@@ -93,10 +93,11 @@ def test_models_that_are_no_sequence_end_with_the_same_bits(build, images):
 
 
 def test_spectral_norm_vectors_are_updated_once():
-    """A buffer that the forward pass both reads and writes: recomputing must start from the old one."""
+    """A buffer that the forward pass reads and writes: recomputing must start from the old one."""
     torch.manual_seed(0)
-    block = lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh())
-    model = nn.Sequential(block(), block(), block())
+    spectral_norm = nn.utils.parametrizations.spectral_norm
+    blocks = [nn.Sequential(spectral_norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*blocks)
     x = torch.randn(5, 6)
     assert_same_bits(state_after(model, None, x, 3), state_after(model, [(0, 2)], x, 3))
 
@@ -122,8 +123,16 @@ def test_checkpointing_leaves_no_trace_on_the_model(small_vgg):
 def test_checkpointing_keeps_less_for_the_backward_pass(small_vgg, images):
     def kept(how):
         sizes = {}
-        pack = lambda t: sizes.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), checkpointing(small_vgg, how):
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+            checkpointing(small_vgg, how),
+        ):
             small_vgg(images)
         return sum(sizes.values())
 
@@ -234,7 +243,11 @@ class UnsupportedModel(NewModel):
 
 def test_hugging_faces_switch_under_each_of_its_names():
     non_reentrant = {"use_reentrant": False}
-    for model, expected in [(OldModel(), non_reentrant), (NewModel(), non_reentrant), (OldestModel(), "on")]:
+    for model, expected in [
+        (OldModel(), non_reentrant),
+        (NewModel(), non_reentrant),
+        (OldestModel(), "on"),
+    ]:
         hugging_face_checkpointing(model)
         assert model.switched == expected
     for model in (OldModel(), NewModel()):

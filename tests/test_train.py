@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-import os
 from functools import partial
 
 import pytest
@@ -69,7 +68,13 @@ def one_step(recipe, batch, *, model=None, optimizer="sgd", **options):
     model = model or small_net(batch[0].dtype)
     optimizer = build_optimizer(model, partial(make_optimizer, optimizer, lr=0.1), recipe)
     result = train_step(
-        model, batch, options.pop("loss_fn", mean_loss), optimizer, recipe, make_scaler(recipe, CPU), **options
+        model,
+        batch,
+        options.pop("loss_fn", mean_loss),
+        optimizer,
+        recipe,
+        make_scaler(recipe, CPU),
+        **options,
     )
     return model, result
 
@@ -135,7 +140,8 @@ def test_a_batch_of_an_unknown_kind_is_named():
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_clipping_sees_true_gradients_under_the_scaler(accumulate):
-    """Without unscaling first, the norm would be 65,536 times too large and the update far too small."""
+    """Without unscaling first, the norm would be 65,536 times too large and the update far too
+    small."""
     batch = samples(3)
     judge = small_net()
     mean_loss(judge, batch).backward()
@@ -155,7 +161,9 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     train_step(model, samples(4), mean_loss, optimizer, recipe, scaler)
     before = copy.deepcopy((list(model.parameters()), optimizer.state_dict()["state"]))
     scale = scaler.get_scale()
-    result = train_step(model, samples(4), lambda m, b: mean_loss(m, b) * 1e30, optimizer, recipe, scaler)
+    result = train_step(
+        model, samples(4), lambda m, b: mean_loss(m, b) * 1e30, optimizer, recipe, scaler
+    )
     assert not result.stepped
     assert scaler.get_scale() == scale / 2
     after = (list(model.parameters()), optimizer.state_dict()["state"])
@@ -204,7 +212,9 @@ def test_half_parameters_and_a_final_sigmoid_are_refused_under_amp():
     check_recipe(Recipe(), nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()))
 
 
-@pytest.mark.parametrize("capability, expected", [((6, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16")])
+@pytest.mark.parametrize(
+    "capability, expected", [((6, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16")]
+)
 def test_bf16_only_where_the_card_computes_it(monkeypatch, capsys, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)
@@ -243,7 +253,10 @@ def test_recipes_that_cannot_be(arguments, message):
 
 def test_recipes_have_names():
     assert Recipe().name == "plain"
-    assert Recipe(amp="bf16", accumulate=4, checkpoint="pools").name == "bf16 + accumulate 4 + checkpoint pools"
+    assert (
+        Recipe(amp="bf16", accumulate=4, checkpoint="pools").name
+        == "bf16 + accumulate 4 + checkpoint pools"
+    )
 
 
 def test_everything_frozen_is_refused():
@@ -253,7 +266,10 @@ def test_everything_frozen_is_refused():
 
 
 def test_a_loss_without_gradients_is_explained():
-    for loss_fn in (lambda m, b: mean_loss(m, b).detach(), lambda m, b: torch.zeros((), requires_grad=True) * 1):
+    for loss_fn in (
+        lambda m, b: mean_loss(m, b).detach(),
+        lambda m, b: torch.zeros((), requires_grad=True) * 1,
+    ):
         with pytest.raises(RuntimeError, match="no gradients reached the optimizer"):
             one_step(Recipe(), samples(4), loss_fn=loss_fn)
 
@@ -281,7 +297,9 @@ def test_a_changed_recomputation_is_explained():
 def train_some_steps(recipe, optimizer_name, model=None, steps=4, schedule=False):
     model = model or small_net(dropout=0.3)
     optimizer = build_optimizer(model, partial(make_optimizer, optimizer_name, lr=0.05), recipe)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
+    scheduler = (
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step) if schedule else None
+    )
     torch.manual_seed(3)
     for step in range(steps):
         train_step(model, samples(8, seed=step), mean_loss, optimizer, recipe)
@@ -322,7 +340,12 @@ def test_unknown_optimizers_are_refused_with_the_list():
 
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(offload=True), Recipe(set_to_none=False), Recipe(checkpoint=2), Recipe(checkpoint="layers")],
+    [
+        Recipe(offload=True),
+        Recipe(set_to_none=False),
+        Recipe(checkpoint=2),
+        Recipe(checkpoint="layers"),
+    ],
     ids=lambda recipe: recipe.name,
 )
 def test_levers_that_change_memory_only(recipe):
@@ -400,7 +423,10 @@ def test_every_epoch_has_its_typed_result():
     results = train(model, loader(), loader(12), CATS_DOGS, optimizer, epochs=2)
     assert [result.epoch for result in results] == [1, 2]
     for result in results:
-        assert all(isinstance(value, float) for value in (result.train_loss, result.val_loss, result.seconds))
+        assert all(
+            isinstance(value, float)
+            for value in (result.train_loss, result.val_loss, result.seconds)
+        )
         assert 0 <= result.train_score <= 1 and 0 <= result.val_score <= 1
         assert result.steps == optimizer_steps_per_epoch(loader()) == 3
         assert result.peak_source == "cpu-live-tensors" and result.peak_mib > 0
@@ -411,7 +437,10 @@ def test_the_reported_loss_does_not_depend_on_accumulation():
     def losses(recipe):
         model = small_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return [r.train_loss for r in train(model, loader(), None, CATS_DOGS, optimizer, epochs=2, recipe=recipe)]
+        return [
+            r.train_loss
+            for r in train(model, loader(), None, CATS_DOGS, optimizer, epochs=2, recipe=recipe)
+        ]
 
     for plain, accumulated in zip(losses(Recipe()), losses(Recipe(accumulate=3)), strict=True):
         assert math.isclose(plain, accumulated, rel_tol=1e-5)
@@ -421,19 +450,37 @@ def test_the_scheduler_moves_once_an_optimizer_step():
     model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    train(model, loader(), None, CATS_DOGS, optimizer, epochs=2, recipe=Recipe(accumulate=4), scheduler=scheduler)
+    train(
+        model,
+        loader(),
+        None,
+        CATS_DOGS,
+        optimizer,
+        epochs=2,
+        recipe=Recipe(accumulate=4),
+        scheduler=scheduler,
+    )
     assert scheduler.last_epoch == 2 * optimizer_steps_per_epoch(loader()) == 6
 
 
 def test_a_loss_that_stays_infinite_under_fp16_stops_with_advice():
     task = copy.copy(CATS_DOGS)
-    object.__setattr__(task, "criterion", lambda logits, labels: F.cross_entropy(logits, labels) * float("nan"))
+    object.__setattr__(
+        task, "criterion", lambda logits, labels: F.cross_entropy(logits, labels) * float("nan")
+    )
     model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(FloatingPointError, match="GTX 16xx"):
         train(
-            model, loader(99, 1), None, task, optimizer, epochs=1, recipe=Recipe(amp="fp16"), scheduler=scheduler
+            model,
+            loader(99, 1),
+            None,
+            task,
+            optimizer,
+            epochs=1,
+            recipe=Recipe(amp="fp16"),
+            scheduler=scheduler,
         )
     assert scheduler.last_epoch == 0
     with pytest.raises(FloatingPointError, match="became nan"):
@@ -446,13 +493,24 @@ def test_weights_of_the_last_and_best_epoch_are_kept(tmp_path, monkeypatch):
     object.__setattr__(task, "score", lambda logits, labels: next(scores))
     model = small_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (tmp_path / "epoch_9.pt").write_text("somebody else's")
     train(
-        model, loader(), loader(), task, optimizer, epochs=4, evaluate_train=False, save_dir=tmp_path
+        model,
+        loader(),
+        loader(),
+        task,
+        optimizer,
+        epochs=4,
+        evaluate_train=False,
+        save_dir=tmp_path,
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_2.pt", "epoch_4.pt", "epoch_9.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch_2.pt",
+        "epoch_4.pt",
+    ]
     weights = torch.load(tmp_path / "epoch_4.pt", weights_only=True)
     assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+    with pytest.raises(FileExistsError, match="epoch_2.pt"):
+        train(model, loader(), None, task, optimizer, epochs=1, save_dir=tmp_path)
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path):
@@ -468,7 +526,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path):
 
 
 def vgg_batch(count, pixels):
-    return torch.randn(count, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)), torch.arange(count) % 2
+    return torch.randn(
+        count, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)
+    ), torch.arange(count) % 2
 
 
 def test_a_measured_step_tells_memory_time_and_identity():
@@ -492,14 +552,18 @@ def test_a_step_that_runs_out_of_memory_comes_back_with_the_reason():
     def full(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
-    result = measure_step(small_net, partial(samples, 4), full, Recipe(), partial(make_optimizer, "sgd", lr=0.1))
+    result = measure_step(
+        small_net, partial(samples, 4), full, Recipe(), partial(make_optimizer, "sgd", lr=0.1)
+    )
     assert result.failed == "CUDA out of memory" and result.peak_mib is None
 
     def wrong(model, batch):
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        measure_step(small_net, partial(samples, 4), wrong, Recipe(), partial(make_optimizer, "sgd", lr=0.1))
+        measure_step(
+            small_net, partial(samples, 4), wrong, Recipe(), partial(make_optimizer, "sgd", lr=0.1)
+        )
 
 
 # --- Two processes ---------------------------------------------------------------------------
@@ -515,7 +579,11 @@ def ddp_worker(rank, world, port_file, out):
 
         def hook(state, bucket, calls=calls):
             calls.append(1)
-            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0] / world)
+            return (
+                dist.all_reduce(bucket.buffer(), async_op=True)
+                .get_future()
+                .then(lambda f: f.value()[0] / world)
+            )
 
         model.register_comm_hook(None, hook)
         optimizer = build_optimizer(model, partial(make_optimizer, "momentum", lr=0.1), recipe)
