@@ -48,7 +48,7 @@ PICTURE_SUFFIXES = IMG_EXTENSIONS  # the file names that torchvision's ImageFold
 HOLD_OUT = 5  # where a folder has no validation part, every fifth picture of a class becomes it
 
 
-@dataclass
+@dataclass(frozen=True)
 class ImageLoaders:
     """Cats and dogs, ready to train on.
 
@@ -103,6 +103,12 @@ def cats_vs_dogs(
         classes, source, report = folder.classes, f"folder {_printable(folder.root)}", folder.report
         train_set = PictureFiles(folder.train[:train_limit], training)
         val_set = PictureFiles(folder.val[:val_limit], validation)
+        for split, used, found in [
+            ("train", train_set, folder.train),
+            ("val", val_set, folder.val),
+        ]:
+            if len(used) < len(found):
+                report.notes.append(f"{split}_limit: {len(used):,} of {len(found):,} pictures used")
     report.train = _count_by_class(train_set.labels, classes)
     report.val = _count_by_class(val_set.labels, classes)
 
@@ -551,10 +557,9 @@ class PictureReport:
         ]
         lines += _skipped_lines(self.skipped)
         if self.duplicates:
-            lines.append(f"{len(self.duplicates)} validation pictures are also training pictures:")
-            lines += [
-                f"  {_printable(val)} = {_printable(train)}" for train, val in self.duplicates
-            ]
+            pairs = [f"{_printable(val)} = {_printable(train)}" for train, val in self.duplicates]
+            lines.append(f"{len(pairs):,} validation pictures are also training pictures:")
+            lines.append(f"  {_first_three(pairs)}")
         return "\n".join(lines + self.notes)
 
 
@@ -565,7 +570,7 @@ def scan_images(folder: str | os.PathLike) -> Scan:
     same bytes and finds the same damage in half the time; several files are decoded at once.
     """
     scan = Scan()
-    paths = list(_picture_paths(Path(folder), scan.skipped))
+    paths = list(_picture_paths(Path(folder), scan.skipped, set()))
     with _quiet_pillow(), ThreadPoolExecutor(os.cpu_count()) as pool:
         examined = pool.map(_examine, paths)
         progress = tqdm(examined, "scanning", len(paths), leave=False, disable=None)
@@ -577,8 +582,12 @@ def scan_images(folder: str | os.PathLike) -> Scan:
     return scan
 
 
-def _picture_paths(folder: Path, skipped: list[Skipped]) -> Iterator[Path]:
+def _picture_paths(folder: Path, skipped: list[Skipped], visited: set[Path]) -> Iterator[Path]:
     """Files below `folder` that their names call pictures, in a fixed order."""
+    if folder.resolve() in visited:
+        skipped.append(Skipped(folder, "a folder that was read before (symbolic link)"))
+        return
+    visited.add(folder.resolve())
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
@@ -589,7 +598,7 @@ def _picture_paths(folder: Path, skipped: list[Skipped]) -> Iterator[Path]:
         if reason is not None:
             skipped.append(Skipped(entry, reason))
         elif os.path.isdir(entry):
-            yield from _picture_paths(entry, skipped)
+            yield from _picture_paths(entry, skipped, visited)
         else:
             yield entry
 
@@ -605,8 +614,6 @@ def _reason_against(entry: Path) -> str | None:
     if os.path.isdir(entry):
         if _is_picture_name(entry):
             return "a folder with a picture's name"
-        if entry.is_symlink() and entry.resolve() in [entry.absolute(), *entry.absolute().parents]:
-            return "symbolic link to a folder that contains it"
     elif not os.path.isfile(entry):
         return "neither a file nor a folder, or not accessible"
     elif not _is_picture_name(entry):
@@ -625,7 +632,7 @@ def _examine(path: Path) -> tuple[str, str | None]:
         return digest, "empty file (0 bytes)"
     if content.startswith(b"version https://git-lfs"):
         return digest, "Git LFS pointer, not the picture itself (fetch it with `git lfs pull`)"
-    if content.lstrip()[:1] == b"<":
+    if content[:512].lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         return digest, "text such as HTML, not a picture (a failed download?)"
     try:
         with Image.open(io.BytesIO(content)) as image:
@@ -669,9 +676,13 @@ def _skipped_lines(skipped: list[Skipped]) -> list[str]:
         by_reason.setdefault(item.reason, []).append(_printable(item.path))
     lines = [f"{len(skipped):,} files or folders left out:"]
     for reason, paths in by_reason.items():
-        more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
-        lines.append(f"  {len(paths):,} x {reason}: {', '.join(paths[:3])}{more}")
+        lines.append(f"  {len(paths):,} x {reason}: {_first_three(paths)}")
     return lines
+
+
+def _first_three(names: list[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 # Which picture belongs to which class and split
@@ -699,12 +710,12 @@ def read_picture_folder(root: str | os.PathLike) -> PictureFolder:
     Raises FileNotFoundError or ValueError, saying what was found, what is expected, what to do.
     """
     root = Path(root).expanduser()
-    if not root.exists():
+    if not os.path.exists(root):
         raise FileNotFoundError(
             f"root: there is no folder {_printable(root.absolute())}; {EXPECTED_LAYOUT}. "
             "Check the path, or use root=None for the drawn sample"
         )
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise ValueError(f"root: {_printable(root)} is a file, not a folder; {EXPECTED_LAYOUT}")
     report = PictureReport()
     pets = _oxford_pets(root)
@@ -739,12 +750,14 @@ def _read_class_folders(root: Path, report: PictureReport) -> Splits:
     train_folder = root / TRAIN_FOLDER if (root / TRAIN_FOLDER).is_dir() else root
     train, scan = _by_class(train_folder)
     if train is None:
-        raise _wrong_level(root)
+        raise _wrong_level(train_folder)
     val_folders = [root / name for name in VALIDATION_FOLDERS if (root / name).is_dir()]
     if train_folder == root or not val_folders:
         return train, None, scan
     val, val_scan = _by_class(val_folders[0])
     if val is None:
+        if not _pictures_directly_in(val_folders[0]):
+            raise _wrong_level(val_folders[0])
         report.notes.append(
             f"{val_folders[0].name}/ is not used: no class folders, no class in its files' names"
         )
@@ -826,8 +839,9 @@ def _check_classes(root: Path, train: ByClass, val: ByClass, skipped: list[Skipp
         if not train[name] or not val[name]:
             raise ValueError(
                 f"{shown}: class {name!r} has {len(train[name])} usable training and "
-                f"{len(val[name])} validation pictures; at least one of each is expected. Add "
-                f"pictures or remove the class. " + "; ".join(_skipped_lines(skipped)[:4])
+                f"{len(val[name])} validation pictures; at least one of each is expected. "
+                f"Add pictures, or remove the class. {_advice(root)} "
+                + "; ".join(_skipped_lines(skipped)[:4])
             )
 
 
@@ -853,10 +867,11 @@ def _wrong_level(root: Path) -> Exception:
 def _advice(root: Path) -> str:
     """Which folder near `root` has the expected layout."""
     near = [child for folder in (root, *_subfolders(root)) for child in _subfolders(folder)]
-    for folder in [*near, root.absolute().parent.parent, root.absolute().parent]:
+    above = root.absolute().parents
+    for folder in [*near, *above[1:2], *above[:1]]:
         if _has_classes(folder) or _has_classes(folder / TRAIN_FOLDER) or _oxford_pets(folder):
             return f"Did you mean {_printable(folder)}?"
-    return "Sort the pictures into folders like these"
+    return "No folder near it is laid out like that."
 
 
 def _has_classes(folder: Path) -> bool:
@@ -871,11 +886,15 @@ def _class_in_name(path: Path) -> str | None:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    return [entry for entry in _entries(folder) if not _is_picture_name(entry) and entry.is_dir()]
+    return [
+        entry for entry in _entries(folder) if not _is_picture_name(entry) and os.path.isdir(entry)
+    ]
 
 
 def _pictures_directly_in(folder: Path) -> list[Path]:
-    return [entry for entry in _entries(folder) if _is_picture_name(entry) and not entry.is_dir()]
+    return [
+        entry for entry in _entries(folder) if _is_picture_name(entry) and not os.path.isdir(entry)
+    ]
 
 
 def _entries(folder: Path) -> list[Path]:
