@@ -1,0 +1,45 @@
+# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | report | clean
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+BUSY := $(VENV)/unfinished
+
+# Threads that wait at a barrier sleep instead of spinning: two spinning threads collapse (some
+# twenty times slower) as soon as another program wants one of the cores.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: run test lab bench report clean
+
+run: $(READY)
+	@$(PY) -m helpers run \
+		$(if $(ONLY),--only $(ONLY)) $(if $(DATA),--data '$(DATA)') \
+		$(if $(COMMENTS),--comments '$(COMMENTS)') $(if $(PROFILE),--profile $(PROFILE))
+
+test: $(READY)
+	@$(PY) -m pytest -q
+
+lab: $(READY)
+	@$(PY) -m jupyterlab --KernelManager.transport_encryption=auto notebooks
+
+bench: $(READY)
+	@$(PY) -m pytest -q -s tests/benchmarks/bench_*.py
+
+report: $(READY)
+	@$(PY) -m helpers report
+
+clean:
+	rm -rf runs build .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+# READY is written last. Whatever stops the set-up before that leaves BUSY behind, and the next
+# call starts again: pip takes a package that it was interrupted in for an installed one.
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and \
+		"Python 3.10 or newer is needed, this is %d.%d: make PYTHON=path" % v[:2])'
+	@if [ -e $(BUSY) ]; then \
+		echo "The last set-up did not finish: making $(VENV) again."; rm -rf $(VENV); fi
+	@echo "Setting up $(VENV) from requirements.txt: some minutes, several GiB of disk."
+	@mkdir -p $(VENV) && rm -f $(READY) && touch $(BUSY)
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements.txt
+	@mv $(BUSY) $(READY) && touch $(READY)

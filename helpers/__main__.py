@@ -1,0 +1,443 @@
+"""All commands of the tutorial: `python -m helpers COMMAND`, with `--help` for each.
+
+A command is an `add_…` function, which describes it to argparse and names the function that does
+it, and an entry in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import csv
+import importlib.util
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helpers.notebook import (
+    RESULT_COLUMNS,
+    RESULT_MIME,
+    Table,
+    data_root,
+    describe_machine,
+    format_value,
+    resolve_profile,
+)
+
+CELL_TIMEOUT = 1800  # seconds; the longest cells train for minutes on two cores
+
+# --- Running the notebooks -----------------------------------------------------------------
+
+
+@dataclass
+class NotebookRun:
+    """What became of one notebook: its results, or the problem that kept it from them."""
+
+    name: str
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    claims: list[dict[str, str]] = field(default_factory=list)
+    problem: str | None = None
+
+
+def repository() -> Path:
+    """The folder that holds the notebooks and this package.
+
+    Raises FileNotFoundError where the package was installed without them.
+    """
+    root = Path(importlib.util.find_spec("helpers").origin).parent.parent
+    if not (root / "notebooks").is_dir():
+        raise FileNotFoundError(
+            f"{root} has no folder notebooks: run this in a clone of the repository, where "
+            "`pip install -e .` was run"
+        )
+    return root
+
+
+def find_notebooks(folder: Path, only: Sequence[str] = ()) -> list[Path]:
+    """The numbered notebooks of a folder in order, or those whose names begin as `only` says.
+
+    Raises FileNotFoundError where there are none.
+    """
+    found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    names = ", ".join(path.stem for path in found) or "none"
+    for start in only:
+        if not any(path.stem.startswith(start) for path in found):
+            raise FileNotFoundError(f"no notebook begins with {start!r} in {folder} ({names})")
+    if not found:
+        raise FileNotFoundError(f"no notebook in {folder}: their names begin with two digits")
+    return [path for path in found if not only or path.stem.startswith(tuple(only))]
+
+
+@contextlib.contextmanager
+def private_kernel() -> Iterator[str]:
+    """A kernel that is sure to be this interpreter, whatever is registered as python3 here."""
+    from ipykernel.kernelspec import get_kernel_dict
+
+    with tempfile.TemporaryDirectory() as folder:
+        spec = Path(folder, "kernels", "this-python", "kernel.json")
+        spec.parent.mkdir(parents=True)
+        # Threads that wait sleep: spinning ones collapse when anything else wants a core. Frozen
+        # modules are no concern without a debugger, which warns of them at every start.
+        env = {"OMP_WAIT_POLICY": "passive", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        env = {name: os.environ.get(name, value) for name, value in env.items()}
+        spec.write_text(json.dumps({**get_kernel_dict(), "env": env}))
+        before = os.environ.get("JUPYTER_PATH")
+        os.environ["JUPYTER_PATH"] = folder if before is None else folder + os.pathsep + before
+        try:
+            yield spec.parent.name
+        finally:
+            os.environ.pop("JUPYTER_PATH")
+            if before is not None:
+                os.environ["JUPYTER_PATH"] = before
+
+
+def kernel_config() -> Any:
+    """Talk to kernels encrypted where it can be done: newer ones warn of plain connections."""
+    import zmq
+    from jupyter_client.manager import KernelManager
+    from traitlets.config import Config
+
+    possible = hasattr(KernelManager, "transport_encryption") and zmq.has("curve")
+    return Config({"KernelManager": {"transport_encryption": "auto"}} if possible else {})
+
+
+def run_notebook(
+    path: Path, runs: Path, parameters: Mapping[str, Any], timeout: float = CELL_TIMEOUT
+) -> NotebookRun:
+    """Execute a notebook in a fresh kernel, its folder as working directory, into `runs`.
+
+    timeout: seconds for a single cell. Whatever goes wrong is in the result, with the cell.
+    """
+    # Here, since these take a second that no other command needs.
+    import nbformat
+    import papermill
+
+    run = NotebookRun(path.stem)
+    executed = runs / path.name
+    executed.unlink(missing_ok=True)
+    known = papermill.inspect_notebook(str(path))
+    unknown = [name for name in parameters if name not in known]
+    if unknown:
+        run.problem = (
+            f"it has no parameter {', '.join(unknown)}; it knows {', '.join(known) or 'none'}"
+        )
+        return run
+    started: list[Mapping[str, Any]] = []  # every cell, when it starts
+    start = time.perf_counter()
+    try:
+        with private_kernel() as kernel:
+            papermill.execute_notebook(
+                path,
+                executed,
+                parameters,
+                kernel_name=kernel,
+                cwd=path.parent,
+                execution_timeout=timeout,
+                progress_bar=False,
+                config=kernel_config(),
+                on_cell_start=lambda cell, cell_index: started.append(cell),
+            )
+        notebook = nbformat.read(executed, as_version=4)
+        run.problem = _unfinished(notebook)
+        run.rows, run.claims = recorded(notebook)
+        if run.problem is None and not run.rows:
+            run.problem = "it recorded no result: its last code cell calls record(rows)"
+    except Exception as error:  # dead kernels and timeouts too; the other notebooks still run
+        run.problem = f"{_describe_cell(started)}: {_describe_error(error, timeout)}"
+    run.seconds = time.perf_counter() - start
+    return run
+
+
+def _unfinished(notebook: Mapping[str, Any]) -> str | None:
+    """The first code cell that did not run or ended in an error.
+
+    Told by counts and outputs, not by papermill's status: that reads "completed" for cells that
+    a dead kernel never saw.
+    """
+    for index, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] != "code" or not cell["source"].strip():
+            continue
+        if cell["execution_count"] is None:
+            return f"{_describe_cell(notebook['cells'][: index + 1])} did not run"
+        if any(output["output_type"] == "error" for output in cell["outputs"]):
+            return f"{_describe_cell(notebook['cells'][: index + 1])} ended in an error"
+    return None
+
+
+def _describe_cell(cells: Sequence[Mapping[str, Any]]) -> str:
+    """The last code cell of those given, by its number in the executed copy and its first line."""
+    code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
+    if not code:
+        return "before the first code cell"
+    lines = code[-1].strip().splitlines() or [""]
+    return f"code cell {len(code)} (`{lines[0]}`)"
+
+
+def _describe_error(error: Exception, timeout: float) -> str:
+    name = type(error).__name__
+    if name == "PapermillExecutionError":
+        return f"{error.ename}: {error.evalue}"
+    if name == "CellTimeoutError":
+        return f"it took longer than {timeout:g} seconds"
+    if name == "DeadKernelError":
+        return "the kernel died (out of memory, or a crash in native code)"
+    return f"{name}: {error}"
+
+
+def recorded(notebook: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
+    """The rows and claims that an executed notebook recorded in its outputs."""
+    rows: list[dict] = []
+    claims: list[dict] = []
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            results = output.get("data", {}).get(RESULT_MIME)
+            if results is not None:
+                rows += results["rows"]
+                claims += results["claims"]
+    return rows, claims
+
+
+def data_parameter(path: Path, photos: Path | None, comments: Path | None) -> dict[str, str]:
+    """DATA for one notebook: the comments where it reads comments, the photos otherwise."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    data = comments if re.search(r"\bjigsaw\(", code) else photos
+    return {} if data is None else {"DATA": str(data)}
+
+
+def run_notebooks(
+    notebooks: Sequence[Path],
+    runs: Path,
+    *,
+    photos: Path | None = None,
+    comments: Path | None = None,
+    parameters: Mapping[str, Any] | None = None,
+    timeout: float = CELL_TIMEOUT,
+) -> list[NotebookRun]:
+    """Execute notebooks one after the other, one line of progress each."""
+    runs.mkdir(parents=True, exist_ok=True)
+    done = []
+    for path in notebooks:
+        print(f"{path.stem} ...", end=" ", flush=True)
+        given = {**data_parameter(path, photos, comments), **(parameters or {})}
+        run = run_notebook(path, runs, given, timeout)
+        results = "1 result" if len(run.rows) == 1 else f"{len(run.rows)} results"
+        print(f"{run.seconds:.0f} s, " + ("FAILED" if run.problem else results), flush=True)
+        done.append(run)
+    return done
+
+
+# --- The summary ---------------------------------------------------------------------------
+
+
+def write_summary(done: Sequence[NotebookRun], runs: Path, profile: str) -> Table:
+    """Leave summary.csv, summary.md and summary.json in `runs`; return the table of results."""
+    rows = [{"notebook": run.name, **row} for run in done for row in run.rows]
+    table = Table(rows, RESULT_COLUMNS)
+    with open(runs / "summary.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(RESULT_COLUMNS)
+        writer.writerows([_csv_value(row[name]) for name in RESULT_COLUMNS] for row in rows)
+    machine = describe_machine()
+    notes = [f"- {row['model']}, {row['recipe']}: {row['note']}" for row in rows if row["note"]]
+    lines = [table.markdown(), "", f"Profile `{profile}`. {machine}.", *([""] if notes else [])]
+    (runs / "summary.md").write_text("\n".join(lines + notes) + "\n", encoding="utf-8")
+    summary = {
+        "machine": machine,
+        "profile": profile,
+        "problems": {run.name: run.problem for run in done if run.problem},
+        "minutes": {run.name: run.seconds / 60 for run in done},
+        "rows": rows,
+        "claims": [claim for run in done for claim in run.claims],
+    }
+    (runs / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return table
+
+
+def _csv_value(value: Any) -> Any:
+    """Unrounded, and readable by any program: n/a, true, false, numbers without commas."""
+    return format_value(value) if value is None or isinstance(value, bool) else value
+
+
+def add_run(commands) -> None:
+    parser = commands.add_parser("run", help="execute the notebooks into runs/")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="these notebooks")
+    parser.add_argument("--data", metavar="DIR", help="photos of cats and dogs, not the sample")
+    parser.add_argument("--comments", metavar="DIR", help="comments, not the sample")
+    parser.add_argument("--profile", help="auto, tiny, small or full; otherwise auto")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="other parameters, for example EPOCHS=3",
+    )
+    parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT, help="seconds for a cell")
+    parser.set_defaults(function=run_command)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Execute the notebooks, leave the summary, print it; 1 if any of them failed."""
+    root = repository()
+    profile = resolve_profile(options.profile or "auto")
+    parameters = dict(parse_assignment(text) for text in options.set)
+    if options.profile:
+        parameters["PROFILE"] = profile
+    photos, comments = data_root(options.data), data_root(options.comments)
+    notebooks = find_notebooks(root / "notebooks", options.only)
+    done = run_notebooks(
+        notebooks,
+        root / "runs",
+        photos=photos,
+        comments=comments,
+        parameters=parameters,
+        timeout=options.timeout,
+    )
+    print(f"\n{write_summary(done, root / 'runs', profile)}\n")
+    failed = [run for run in done if run.problem]
+    for run in failed:
+        print(f"{run.name}: {run.problem} (executed so far: runs/{run.name}.ipynb)")
+    print("Executed notebooks, summary.csv and summary.md are in runs/.")
+    return 1 if failed else 0
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """NAME=VALUE; the value is a Python literal, or else the text itself."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"{text!r} is no assignment: write NAME=VALUE, for example EPOCHS=3")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+# --- The report ----------------------------------------------------------------------------
+
+README_COLUMNS = (
+    "notebook",
+    "model",
+    "recipe",
+    "batch_size",
+    "peak_mib",
+    "seconds_per_step",
+    "val_metric",
+    "identical_to_baseline",
+)
+
+
+def replace_block(text: str, name: str, content: str) -> str:
+    """Put content between the markers `<!-- name:start -->` and `<!-- name:end -->`.
+
+    Raises ValueError where the pair is not there exactly once.
+    """
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise ValueError(f"README.md needs one pair of markers {start} and {end}, in this order")
+    before, after = text.split(start)[0], text.split(end)[1]
+    return f"{before}{start}\n{content.strip()}\n{end}{after}"
+
+
+def report_blocks(root: Path) -> dict[str, str]:
+    """The generated parts of README.md, by the name of their markers, from the last `make run`."""
+    path = root / "runs" / "summary.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: `make run` writes it")
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    notebooks = find_notebooks(root / "notebooks")
+    for name in (path.stem for path in notebooks):
+        if name not in summary["minutes"] or name in summary["problems"]:
+            raise ValueError(f"the last `make run` has no results of {name}: run all notebooks")
+    machine = f"Measured with the profile `{summary['profile']}`. {summary['machine']}."
+    lessons = [
+        {
+            "notebook": f"[{path.stem}](notebooks/{path.name})",
+            "what it teaches": _first_sentence(path),
+            "minutes": round(summary["minutes"][path.stem], 1),
+        }
+        for path in notebooks
+    ]
+    sizes = [
+        {"what": "environment", "GiB": round(folder_bytes(Path(sys.prefix)) / 1024**3, 1)},
+        {"what": "samples", "GiB": round(folder_bytes(root / "data") / 1024**3, 3)},
+        {"what": "executed notebooks", "GiB": round(folder_bytes(root / "runs") / 1024**3, 3)},
+    ]
+    claims = summary["claims"]
+    return {
+        "result-table": f"{Table(summary['rows'], README_COLUMNS).markdown()}\n\n{machine}",
+        "notebooks": f"{Table(lessons).markdown()}\n\n{machine}",
+        "disk-space": Table(sizes).markdown(),
+        "claims": f"{Table(claims).markdown()}\n\n{machine}" if claims else "",
+    }
+
+
+def _first_sentence(path: Path) -> str:
+    """The sentence below the title of a notebook."""
+    source = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+    lines = [line for line in source.splitlines() if line.strip() and not line.startswith("#")]
+    text = " ".join(lines[:1])
+    return re.split(r"(?<=[.!?])\s", text)[0]
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.stat().st_size for path in files)
+
+
+def add_report(commands) -> None:
+    parser = commands.add_parser("report", help="write the last run's results into README.md")
+    parser.set_defaults(function=report_command)
+
+
+def report_command(options: argparse.Namespace) -> None:
+    """Fill the generated parts of README.md from runs/summary.json."""
+    root = repository()
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for name, content in report_blocks(root).items():
+        text = replace_block(text, name, content)
+    readme.write_text(text, encoding="utf-8")
+    print("README.md holds the results of the last run.")
+
+
+# --- The command line ----------------------------------------------------------------------
+
+COMMANDS = (add_run, add_report)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; errors that its user can mend are one sentence and exit status 2."""
+    parser = argparse.ArgumentParser(prog="python -m helpers", description="The tutorial's tools.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in COMMANDS:
+        add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.function(options) or 0
+    except (ValueError, OSError) as error:
+        if not _raised_by_helpers(error):
+            raise
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _raised_by_helpers(error: BaseException) -> bool:
+    """Whether our own code raised it, in words for the user; any other is a defect to be seen."""
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get("__package__") == "helpers"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

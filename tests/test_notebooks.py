@@ -1,0 +1,108 @@
+"""Every notebook, executed at its smallest size by the runner that `make run` uses."""
+
+import ast
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from helpers.__main__ import run_notebook
+from helpers.notebook import RESULT_COLUMNS
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+CELL_TIMEOUT = 120
+MOST_BYTES = 300 * 1024
+LONGEST_LINE = 88
+
+
+def read(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a missing cell id is only a warning
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook)
+    return notebook
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def parameter_cells(notebook):
+    return [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+
+
+@EVERY
+def test_format(path):
+    assert re.match(r"\d\d_[a-z0-9_]+$", path.stem)
+    notebook = read(path)
+    assert notebook.metadata.kernelspec.name == "python3"
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    assert notebook.cells[0].source.startswith("# ")
+    lines = [line for cell in code_cells(notebook) for line in cell.source.splitlines()]
+    assert not [line for line in lines if len(line) > LONGEST_LINE]
+
+
+@EVERY
+def test_parameters_are_literals_in_one_cell(path):
+    (cell,) = parameter_cells(read(path))
+    for statement in ast.parse(cell.source).body:
+        assert isinstance(statement, ast.Assign), ast.unparse(statement)
+        ast.literal_eval(statement.value)
+        assert ast.unparse(statement.targets[0]).isupper()
+    known = papermill.inspect_notebook(str(path))
+    assert {"PROFILE", "DATA", "SEED"} <= set(known)
+    assert ast.literal_eval(known["PROFILE"]["default"]) == "auto"
+
+
+@EVERY
+def test_links_lead_somewhere(path):
+    text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if not target.startswith(("http://", "https://")):
+            assert (path.parent / target).exists(), target
+
+
+@EVERY
+def test_committed_outputs(path):
+    """None at all, or those of one clean run from top to bottom."""
+    cells = [cell for cell in code_cells(read(path)) if cell.source.strip()]
+    counts = [cell.execution_count for cell in cells]
+    assert counts in ([None] * len(cells), list(range(1, len(cells) + 1)))
+    check_outputs(read(path), path)
+
+
+def check_outputs(notebook, path):
+    for output in (output for cell in code_cells(notebook) for output in cell.outputs):
+        text = json.dumps(output)
+        assert output.output_type != "error", text
+        assert output.get("name") != "stderr", text
+        assert "Warning" not in text, text
+        assert "application/vnd.jupyter.widget-view+json" not in output.get("data", {}), text
+    assert len(json.dumps(notebook)) < MOST_BYTES or not any(
+        cell.outputs for cell in code_cells(notebook)
+    ), f"{path.stem}: {len(json.dumps(notebook))} bytes"
+
+
+@EVERY
+def test_runs_and_records_results(path, tmp_path):
+    run = run_notebook(path, tmp_path, {"PROFILE": "tiny", "SEED": 0}, timeout=CELL_TIMEOUT)
+    assert run.problem is None
+    executed = read(tmp_path / path.name)
+    check_outputs(executed, path)
+    assert len(run.rows) > 0
+    assert sum(row["identical_to_baseline"] == "baseline" for row in run.rows) <= 1
+    for row in run.rows:
+        assert set(row) == {*RESULT_COLUMNS[1:], "note"}
+        assert row["peak_mib"] is None or row["peak_mib"] > 0
+        assert row["final_loss"] is None or math.isfinite(row["final_loss"])
+    assert any(row["final_loss"] is not None for row in run.rows)
+    # The last code cell is the one that records.
+    last = [cell for cell in code_cells(executed) if cell.source.strip()][-1]
+    assert "record(" in last.source
