@@ -224,13 +224,13 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, tensor: torch.Tensor, role: str | None = None) -> None:
         """Count the tensor's storages if they are new; `role` says what a new one is."""
-        if tensor.device.type != self.device_type:
-            return
         for storage in storages(tensor):
             ref = self._refs.get(storage._cdata)
             if ref is not None:
                 if ref.block.nbytes != storage.nbytes():
                     self._resize(ref, storage.nbytes())
+                continue
+            if tensor.device.type != self.device_type:
                 continue
             if role == "inputs" and isinstance(tensor, nn.Parameter):
                 role = "parameters"
@@ -323,9 +323,8 @@ class Tracker(TorchDispatchMode):
                 self._set_role(parameter, "parameters")
                 if parameter.grad is not None:
                     self._set_role(parameter.grad, "gradients")
-        for state in optimizer.state.values():
-            for tensor in _tensors(state.values()):
-                self._set_role(tensor, "optimizer")
+                for tensor in _tensors(optimizer.state.get(parameter, {}).values()):
+                    self._set_role(tensor, "optimizer")
 
     def _set_role(self, tensor: torch.Tensor, role: str) -> None:
         self._see(tensor, role)

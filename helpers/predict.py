@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import linecache
 import math
 import random
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -27,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # FakeTensorMode needs it; loaded here so that no prediction's time includes it
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -452,14 +451,14 @@ def _save_on_host(tracker: Tracker):
 @contextlib.contextmanager
 def _foreach_as_on_cuda() -> Iterator[None]:
     """torch's optimizers and gradient clipping choose their foreach kernels on CUDA by default."""
-    types = torch.utils._foreach_utils._foreach_supported_types
-    module = sys.modules["torch.optim.optimizer"]  # torch.optim hides it behind a name of its own
-    with _replaced(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]):
-        types.append(FakeTensor)
-        try:
-            yield
-        finally:
-            types.remove(FakeTensor)
+    optimizer = sys.modules["torch.optim.optimizer"]  # torch.optim hides it behind its class
+    with contextlib.ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_replaced(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]))
+        for module in (optimizer, torch.utils._foreach_utils):
+            types = [*module._foreach_supported_types, FakeTensor]
+            enter(_replaced(module, "_foreach_supported_types", types))
+        yield
 
 
 @contextlib.contextmanager
@@ -467,10 +466,20 @@ def _process_left_as_it_was() -> Iterator[None]:
     """Random numbers, default type and switches of torch end as they began."""
     python, numpy, main = random.getstate(), np.random.get_state(), torch.get_rng_state()
     dtype = torch.get_default_dtype()
+    autocast = torch.is_autocast_enabled("cpu")
+    # Autocast drops its copies of the weights when the outermost context is left: that must be ours.
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled("cpu", False)
     try:
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with torch.enable_grad():
             yield
     finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled("cpu", autocast)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
         torch.set_default_dtype(dtype)
         torch.set_rng_state(main)
         np.random.set_state(numpy)
