@@ -14,6 +14,7 @@ import copy
 import linecache
 import math
 import random
+import re
 import sys
 import time
 import traceback
@@ -70,6 +71,50 @@ class Gpu:
     flash: bool = True
     workspace: int = 8_519_680
 
+
+# --- Older stacks --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What older versions of torch did otherwise where it shows in memory; defaults are today's.
+
+    Needed to compare predictions with measurements that others have published. Numbers are those
+    of issues and pull requests of pytorch/pytorch. (That gradients were zeroed in place before
+    2.0, PR 92731, is `Recipe.set_to_none`.)
+
+    softmax_keeps_input: softmax and log_softmax kept their input for the backward pass beside
+    their result. Up to 1.10 (issue 49600, PR 65242).
+    gelu_in_float32: it was on autocast's float32 list. Up to 1.9 (PR 59639).
+    foreach: optimizers and clipping chose foreach kernels on CUDA. From 2.0 on (PR 92306).
+    workspace: cuBLAS's workspace came out of torch's allocator. From 2.0 on (PR 83461).
+    flash_attention: version of its kernel. 1 in 2.0 and 2.1 (PR 105602): it returned its result as
+    [batch, query, head, width] in memory, whatever the layout of its inputs.
+    """
+
+    softmax_keeps_input: bool = False
+    gelu_in_float32: bool = False
+    foreach: bool = True
+    workspace: bool = True
+    flash_attention: int = 2
+
+
+def torch_stack(version: str) -> Stack:
+    """The stack of a version of torch, such as "1.10" or "2.1.0.dev20230623"."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise ValueError(f"{version!r} is no version of torch: expected for example '1.10'")
+    number = int(match[1]), int(match[2])
+    return Stack(
+        softmax_keeps_input=number <= (1, 10),
+        gelu_in_float32=number <= (1, 9),
+        foreach=number >= (2, 0),
+        workspace=number >= (2, 0),
+        flash_attention=1 if number <= (2, 1) else 2,
+    )
+
+
+TODAY = Stack()
 
 # --- CUDA's choices ------------------------------------------------------------------------
 
@@ -198,7 +243,26 @@ def _softmax_kernel(kernel):
     return softmax
 
 
-def _attention(flash: bool):
+def _keeping_input(kernel, backward):
+    """A softmax of torch up to 1.10, see `Stack`."""
+
+    class Softmax(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor, dim, half_to_float):
+            result = kernel(tensor, dim, half_to_float)
+            ctx.save_for_backward(tensor, result)
+            ctx.dim = dim
+            return result
+
+        @staticmethod
+        def backward(ctx, grad):
+            tensor, result = ctx.saved_tensors
+            return backward(grad, result, ctx.dim, tensor.dtype), None, None
+
+    return Softmax.apply
+
+
+def _attention(flash: bool, flash_version: int):
     """CUDA's choice among the kernels of scaled_dot_product_attention."""
 
     def attention(
@@ -213,7 +277,10 @@ def _attention(flash: bool):
         can_flash &= query.dim() == 4 and query.dtype in HALF_TYPES
         can_flash &= len(dims) == 1 and max(dims) <= 256
         if can_flash:
-            return _flash(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+            output = _flash(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+            if flash_version == 1:
+                output = output.transpose(1, 2).contiguous().transpose(1, 2)
+            return output
         can_efficient = plain and torch.backends.cuda.mem_efficient_sdp_enabled()
         if can_efficient and all(dim % alignment == 0 for dim in dims):
             if attn_mask is not None:
@@ -257,7 +324,7 @@ def _flash(query, key, value, dropout_p, is_causal, scale, enable_gqa):
 
 
 @contextlib.contextmanager
-def cuda_kernels(gpu: Gpu) -> Iterator[None]:
+def cuda_kernels(gpu: Gpu, torch_then: Stack = TODAY) -> Iterator[None]:
     """Within this context CPU tensors go through the operations that CUDA would choose.
 
     The choices are registered in torch's dispatcher, so they hold in the backward pass, in
@@ -270,9 +337,17 @@ def cuda_kernels(gpu: Gpu) -> Iterator[None]:
 
     try:
         register("dropout", _dropout, "AutogradCPU")
-        register("softmax.int", _softmax_kernel(aten._softmax.default), "AutogradCPU")
-        register("log_softmax.int", _softmax_kernel(aten._log_softmax.default), "AutogradCPU")
-        register("scaled_dot_product_attention", _attention(gpu.flash), "AutogradCPU")
+        for name, kernel, backward in (
+            ("softmax.int", aten._softmax, aten._softmax_backward_data),
+            ("log_softmax.int", aten._log_softmax, aten._log_softmax_backward_data),
+        ):
+            if torch_then.softmax_keeps_input:
+                kernel = _keeping_input(kernel, backward)
+            register(name, _softmax_kernel(kernel), "AutogradCPU")
+        attention = _attention(gpu.flash, torch_then.flash_attention)
+        register("scaled_dot_product_attention", attention, "AutogradCPU")
+        if torch_then.gelu_in_float32:
+            register("gelu", _in_float32(aten.gelu.default), "AutocastCPU")
         for names, make_kernel in (
             (AUTOCAST_FLOAT32, _in_float32),
             (AUTOCAST_FLOAT32_RESULT, _with_float32_result),
@@ -338,9 +413,10 @@ PHASES = ("forward", "backward", "recompute", "optimizer")
 class FakeStepTracker(Tracker):
     """A tracker that also counts operations and adds what CUDA's kernels allocate on their own."""
 
-    def __init__(self, gpu: Gpu | None):
+    def __init__(self, gpu: Gpu | None, torch_then: Stack = TODAY):
         super().__init__()
         self.gpu = gpu
+        self._manages_workspace = torch_then.workspace
         self.work = Work()
         self._formulas: dict[Any, Callable | None] = {}
         self._has_workspace: set[bool] = set()
@@ -354,7 +430,7 @@ class FakeStepTracker(Tracker):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._count(func, args, kwargs or {}, result)
         if self.gpu is not None:
-            if func in MATRIX_PRODUCTS:
+            if func in MATRIX_PRODUCTS and self._manages_workspace:
                 self._take_workspace()
             elif func is aten.embedding_dense_backward.default:
                 blocks = [self._add_block(size) for size in _embedding_temporaries(*args)]
@@ -643,13 +719,15 @@ def predict(
     gpu: Gpu = DEFAULT_GPU,
     context: int | None = None,
     expandable_segments: bool = False,
+    stack: Stack = TODAY,
 ) -> Prediction:
     """Predict the memory of `train_step(model_fn(), batch_fn(), loss_fn, ...)` on a GPU.
 
     The arguments are those of `helpers.train.measure_step`, which does it for real. model_fn and
     batch_fn build on the CPU, as usual; they are called with fake tensors switched on, so weights
     of any size take no memory. optimizer_fn(params) makes the optimizer; None leaves the update
-    out. device="cpu" predicts what `helpers.memory.measure` would read on a CPU.
+    out. device="cpu" predicts what `helpers.memory.measure` would read on a CPU. stack: as an older
+    torch would do it, see `torch_stack`.
 
     Raises PredictionError where the model or the loss must know the data to decide something.
     """
@@ -657,15 +735,16 @@ def predict(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r}: a prediction is for 'cuda' or 'cpu'")
     on_cuda = device == "cuda"
-    tracker = FakeStepTracker(gpu if on_cuda else None)
-    with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
+    tracker = FakeStepTracker(gpu if on_cuda else None, stack)
+    with contextlib.ExitStack() as contexts:
+        enter = contexts.enter_context
         enter(_process_left_as_it_was())
         enter(_explained())
         fake_mode = enter(FakeTensorMode(allow_non_fake_inputs=True))
         if on_cuda:
-            enter(cuda_kernels(gpu))
-            enter(_foreach_as_on_cuda())
+            enter(cuda_kernels(gpu, stack))
+            if stack.foreach:
+                enter(_foreach_as_on_cuda())
             enter(_replaced(torch.autograd.graph, "save_on_cpu", _save_on_host(tracker)))
         share = _run_steps(
             tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn or NoUpdate, on_cuda
