@@ -9,12 +9,11 @@ import math
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError
 from tqdm.auto import tqdm
 
-from helpers.memory import Timeline, Timing, Usage, measure, timed
-from helpers.models import Checkpoint, checkpointing
+from helpers.memory import MIB, Timeline, Timing, Usage, measure, timed
+from helpers.models import Checkpoint, checkpointing, unwrap
+from helpers.snapshot import (
+    loader_generators,
+    read_snapshot,
+    rng_state,
+    set_rng_state,
+    temporary_path,
+    write_atomically,
+)
 
 Batch = Any  # (images, labels), or a dict of tensors such as a tokenizer returns
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -314,6 +321,31 @@ def _is_ddp(model: nn.Module) -> bool:
     return isinstance(model, nn.parallel.DistributedDataParallel)
 
 
+def _process_count(model: nn.Module) -> int:
+    return dist.get_world_size(model.process_group) if _is_ddp(model) else 1
+
+
+def _rank(model: nn.Module) -> int:
+    return dist.get_rank(model.process_group) if _is_ddp(model) else 0
+
+
+def _is_first_process(model: nn.Module) -> bool:
+    return _rank(model) == 0
+
+
+def _wait_for_every_process(model: nn.Module) -> None:
+    if _is_ddp(model):
+        dist.barrier(model.process_group)
+
+
+def _of_every_process(model: nn.Module, value: Any) -> list[Any]:
+    """`value` of each process, in the order of their ranks."""
+    values = [value] * _process_count(model)
+    if _is_ddp(model):
+        dist.all_gather_object(values, value, group=model.process_group)
+    return values
+
+
 def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
     """Each micro-batch's share of all terms that the loss averages over; they add up to 1.
 
@@ -324,7 +356,7 @@ def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
     if _is_ddp(model):
         total = torch.as_tensor(total, dtype=torch.float64, device=device_of(model))
         dist.all_reduce(total, group=model.process_group)
-        total = total / dist.get_world_size(model.process_group)
+        total = total / _process_count(model)
     elif isinstance(total, torch.Tensor):
         total = total.double()  # so that shares are exact for float64 losses too
     return [count / total for count in counts]
@@ -569,158 +601,332 @@ def train(
     evaluate_train: bool = True,
     save_dir: str | Path | None = None,
     save_all: bool = False,
+    resume: bool = False,
+    snapshot_steps: int | None = None,
 ) -> list[EpochResult]:
     """Train for `epochs`, evaluating after each; `scheduler` is stepped once an optimizer step.
 
     Peak memory: on a GPU of the whole epoch; on a CPU of the epoch's first two steps, since
     watching every tensor would slow the rest. `evaluate_train` scores the training data once more
-    after the epoch. `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt`,
-    with `save_all` those of every epoch. Raises FloatingPointError when the loss stops being
-    finite, FileExistsError when `save_dir` holds another run's weights.
+    after the epoch.
+
+    `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt` (with `save_all`
+    those of every epoch), and everything needed to go on in `snapshot.pt`, written after every
+    epoch and every `snapshot_steps` steps. With `resume` a run that was stopped goes on from there
+    and ends with the same bits as one that was not; without a snapshot it starts anew.
+
+    Raises FloatingPointError when the loss stops being finite, FileExistsError when `save_dir`
+    holds another run, ValueError when its snapshot is of another model, recipe or optimizer, and
+    OSError when the disk does not take the snapshot.
     """
     if epochs < 1:
         raise ValueError(f"epochs={epochs}: expected 1 or more")
+    if snapshot_steps is not None and snapshot_steps < 1:
+        raise ValueError(f"snapshot_steps={snapshot_steps}: expected 1 or more, or None")
+    if save_dir is None and (resume or snapshot_steps is not None):
+        raise ValueError("resume and snapshot_steps need a save_dir to keep snapshots in")
     check_recipe(recipe, model)
-    if save_dir is not None:
-        refuse_old_weights(Path(save_dir))
     scaler = make_scaler(recipe, device_of(model))
-    results: list[EpochResult] = []
-    for epoch in range(1, epochs + 1):
+    folder = None if save_dir is None else Path(save_dir)
+    what = (model, train_loader, val_loader, task, optimizer, recipe, scheduler, scaler)
+    run = _Run(*what, folder, save_all, snapshot_steps)
+    if save_dir is not None:
+        run.begin(resume, epochs)
+    while len(run.results) < epochs:
         started = time.perf_counter()
-        loss, steps, skipped, usage = _train_epoch(
-            model,
-            train_loader,
-            task,
-            optimizer,
-            recipe,
-            scaler,
-            scheduler,
-            f"epoch {epoch}/{epochs}",
-        )
+        run.train_epoch(f"epoch {len(run.results) + 1}/{epochs}")
         train_score = evaluate(model, train_loader, task, recipe).score if evaluate_train else None
         validation = evaluate(model, val_loader, task, recipe) if val_loader is not None else None
-        results.append(
+        progress = run.progress
+        run.results.append(
             EpochResult(
-                epoch=epoch,
-                train_loss=loss,
+                epoch=len(run.results) + 1,
+                train_loss=progress.loss,
                 train_score=train_score,
                 val_loss=validation.loss if validation else None,
                 val_score=validation.score if validation else None,
                 score_name=task.score_name,
-                steps=steps,
-                skipped_steps=skipped,
-                seconds=time.perf_counter() - started,
-                peak_mib=usage.peak_mib,
-                peak_source=usage.peak_source,
-                reserved_mib=usage.reserved_mib,
-                device_used_mib=usage.device_used_mib,
+                steps=progress.steps,
+                skipped_steps=progress.skipped,
+                seconds=progress.seconds + time.perf_counter() - started,
+                peak_mib=progress.peak_bytes / MIB,
+                peak_source=progress.peak_source,
+                reserved_mib=_mib(progress.reserved_bytes),
+                device_used_mib=_mib(progress.device_used_bytes),
             )
         )
+        run.progress = _Progress()
         if save_dir is not None:
-            save_weights(model, Path(save_dir), results, save_all)
-    return results
+            run.save_snapshot()
+            run.save_weights()
+    return run.results
 
 
-def _train_epoch(
-    model: nn.Module,
-    loader: Any,
-    task: Task,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    scaler: torch.amp.GradScaler,
-    scheduler: Any,
-    title: str,
-) -> tuple[float, int, int, Usage]:
-    """One pass over `loader`: mean loss per sample, steps, skipped steps and the memory it took."""
-    model.train()
-    on_gpu = device_of(model).type == "cuda"
-    losses = []  # detached tensors: reading each one would stop the GPU every step
-    samples = skipped_in_a_row = skipped = 0
-    usages: list[Usage] = []
-    with contextlib.ExitStack() as epoch_measure:
-        if on_gpu:
-            usages.append(epoch_measure.enter_context(measure(model, optimizer)))
-        # Only the length: tqdm.auto starts another pass over what it gets, which draws a seed.
-        progress = epoch_measure.enter_context(
-            tqdm(total=len(loader), desc=title, leave=False, disable=not is_interactive())
-        )
-        for index, batch in enumerate(loader):
-            measured = not on_gpu and index < 2
-            watch = measure(model, optimizer, inputs=batch) if measured else nullcontext()
-            with watch as usage:
-                result = train_step(model, batch, task.loss, optimizer, recipe, scaler)
-            if measured:
-                usages.append(usage)
-            size = batch_size(batch)
-            losses.append(result.loss * size)
-            samples += size
-            if result.stepped:
-                skipped_in_a_row = 0
-                if scheduler is not None:
-                    scheduler.step()
-            else:
-                skipped += 1
-                skipped_in_a_row += 1
-            progress.update()
-            if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-                raise FloatingPointError(
-                    f"{skipped_in_a_row} steps in a row overflowed under amp={recipe.amp!r}: the "
-                    "loss or the gradients are NaN or infinite. Try amp='bf16' or amp='off'; "
-                    "GTX 16xx cards are known for this in float16"
+def _mib(n_bytes: int | None) -> float | None:
+    return None if n_bytes is None else n_bytes / MIB
+
+
+@dataclass
+class _Progress:
+    """Where an epoch stands. losses: of each step, times its samples; the rest adds up."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    samples: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    seconds: float = 0.0  # before the run was stopped and resumed
+    peak_bytes: int = 0
+    peak_source: str = "n/a"
+    reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float:
+        return float(torch.stack(self.losses).sum()) / self.samples
+
+    def add_usage(self, usage: Usage) -> None:
+        if usage.peak_bytes >= self.peak_bytes:
+            self.peak_bytes, self.peak_source = usage.peak_bytes, usage.peak_source
+            self.reserved_bytes = usage.reserved_bytes
+            self.device_used_bytes = usage.device_used_bytes
+
+
+@dataclass
+class _Run:
+    """A training run: what it works on, and where it stands."""
+
+    model: nn.Module
+    loader: Any
+    val_loader: Any
+    task: Task
+    optimizer: torch.optim.Optimizer
+    recipe: Recipe
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    folder: Path | None
+    save_all: bool
+    snapshot_steps: int | None
+    results: list[EpochResult] = field(default_factory=list)
+    progress: _Progress = field(default_factory=_Progress)
+    epoch_start: dict[str, Any] = field(default_factory=dict)  # generators when the epoch began
+    rng_now: dict[str, Any] | None = None  # set by resuming: the generators after what is done
+
+    def train_epoch(self, title: str) -> None:
+        """One pass over the loader, or the rest of one that was stopped."""
+        self.model.train()
+        progress = self.progress
+        skip = progress.steps
+        if not skip:
+            self.epoch_start = self._generators()
+        started = time.perf_counter()
+        on_gpu = device_of(self.model).type == "cuda"
+        with contextlib.ExitStack() as stack:
+            if on_gpu:
+                epoch_usage = stack.enter_context(measure(self.model, self.optimizer))
+            # Only the length: tqdm.auto starts another pass over what it gets, which draws a seed.
+            bar = stack.enter_context(
+                tqdm(
+                    total=len(self.loader),
+                    initial=skip,
+                    desc=title,
+                    leave=False,
+                    disable=not is_interactive(),
                 )
-    if not losses:
-        raise ValueError("nothing to train on: the loader has no batch")
-    loss = float(torch.stack(losses).sum()) / samples
-    if not math.isfinite(loss) and not skipped:
-        raise FloatingPointError(
-            f"the training loss became {loss} in {title}: lower the learning rate, clip the "
-            "gradients (clip_norm=1.0), or look for NaN in the data"
+            )
+            for index, batch in enumerate(self.loader):
+                if (
+                    index < skip
+                ):  # drawn again, so that whatever comes next is what it would have been
+                    continue
+                if self.rng_now is not None:
+                    set_rng_state(self.rng_now)
+                    self.rng_now = None
+                self._step(batch, watched=not on_gpu and index < 2)
+                bar.update()
+                at_end = index + 1 == len(self.loader)
+                if self.snapshot_steps and (index + 1) % self.snapshot_steps == 0 and not at_end:
+                    self.save_snapshot(progress.seconds + time.perf_counter() - started)
+        if on_gpu:
+            progress.add_usage(epoch_usage)
+        if not progress.losses:
+            raise ValueError("nothing to train on: the loader has no batch")
+        if not math.isfinite(progress.loss) and not progress.skipped:
+            raise FloatingPointError(
+                f"the training loss became {progress.loss} in {title}: lower the learning rate, "
+                "clip the gradients (clip_norm=1.0), or look for NaN in the data"
+            )
+
+    def _step(self, batch: Batch, watched: bool) -> None:
+        progress = self.progress
+        watch = measure(self.model, self.optimizer, inputs=batch) if watched else nullcontext()
+        with watch as usage:
+            result = train_step(
+                self.model, batch, self.task.loss, self.optimizer, self.recipe, self.scaler
+            )
+        if watched:
+            progress.add_usage(usage)
+        size = batch_size(batch)
+        progress.losses.append(result.loss * size)  # reading it would stop the GPU every step
+        progress.samples += size
+        if result.stepped:
+            progress.skipped_in_a_row = 0
+            if self.scheduler is not None:
+                self.scheduler.step()
+        else:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+        if progress.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise FloatingPointError(
+                f"{progress.skipped_in_a_row} steps in a row overflowed under "
+                f"amp={self.recipe.amp!r}: the loss or the gradients are NaN or infinite. Try "
+                "amp='bf16' or amp='off'; GTX 16xx cards are known for this in float16"
+            )
+
+    # Snapshots
+
+    @property
+    def snapshot_path(self) -> Path:
+        return self.folder / "snapshot.pt"
+
+    def begin(self, resume: bool, epochs: int) -> None:
+        """Go on from the snapshot if asked to and there is one; never replace another run's."""
+        found = sorted(path.name for path in self.folder.glob("epoch_*.pt"))
+        if resume and self.snapshot_path.exists():
+            self._load_snapshot(epochs)
+            return
+        found += [self.snapshot_path.name] if self.snapshot_path.exists() else []
+        if found:
+            raise FileExistsError(
+                f"{self.folder} holds another run ({', '.join(found[:3])}), which this one would "
+                "replace: choose another save_dir, move the files away, or go on from its "
+                "snapshot.pt with resume=True"
+            )
+        if resume:
+            print(f"No snapshot in {self.folder}: training starts from the beginning.")
+
+    def save_snapshot(self, seconds: float = 0.0) -> None:
+        """Write everything that going on needs. Under DDP the first process writes for all."""
+        if not self.progress.steps:
+            self.epoch_start = self._generators()
+        rng = _of_every_process(self.model, rng_state())
+        epoch_start = _of_every_process(self.model, self.epoch_start)
+        if _is_first_process(self.model):
+            value = {
+                "identity": self._identity(),
+                "model": unwrap(self.model).state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.scaler.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "results": [vars(result) for result in self.results],
+                "progress": vars(replace(self.progress, seconds=seconds)),
+                "epoch_start": epoch_start,
+                "rng": rng,
+            }
+            write_atomically(value, self.snapshot_path)
+        _wait_for_every_process(self.model)
+
+    def _load_snapshot(self, epochs: int) -> None:
+        snapshot = read_snapshot(self.snapshot_path)
+        try:
+            self._refuse_another_run(snapshot["identity"])
+            results = [EpochResult(**result) for result in snapshot["results"]]
+            progress = _Progress(**snapshot["progress"])
+            starts, rng = snapshot["epoch_start"], snapshot["rng"]
+            state = {name: snapshot[name] for name in ("model", "optimizer", "scaler", "scheduler")}
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.snapshot_path} is no snapshot of this program ({error}): start anew in "
+                "another folder"
+            ) from error
+        if len(results) > epochs or (len(results) == epochs and progress.steps):
+            raise ValueError(
+                f"{self.snapshot_path} has finished {len(results)} epochs already, more than "
+                f"epochs={epochs}"
+            )
+        processes = _process_count(self.model)
+        if len(rng) != processes:
+            raise ValueError(
+                f"{self.snapshot_path} was written by {len(rng)} processes, this run has "
+                f"{processes}: resume with as many"
+            )
+        unwrap(self.model).load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        rank = _rank(self.model)
+        self.results, self.progress, self.epoch_start = results, progress, starts[rank]
+        for generator, generator_state in zip(
+            self._all_generators(), self.epoch_start["generators"], strict=True
+        ):
+            generator.set_state(generator_state)
+        set_rng_state(self.epoch_start["rng"])
+        self.rng_now = rng[rank] if progress.steps else None
+        temporary_path(self.snapshot_path).unlink(missing_ok=True)
+        print(
+            f"Going on from {self.snapshot_path}: {len(results)} epochs and {progress.steps} steps "
+            "are done."
         )
-    return loss, len(losses), skipped, max(usages, key=lambda usage: usage.peak_bytes)
+        if results and not progress.steps:  # it may have been stopped before its weights were saved
+            self.save_weights()
 
+    def save_weights(self) -> None:
+        """Save this epoch's weights as `epoch_N.pt`.
 
-def write_atomically(value: Any, path: Path) -> None:
-    """`torch.save` that leaves either the whole file or the one that was there before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        Without `save_all`, those that this run wrote before are deleted, unless they are the best
+        by validation score.
+        """
+        if _is_first_process(self.model):
+            last = self.results[-1].epoch
+            write_atomically(unwrap(self.model).state_dict(), self.folder / f"epoch_{last}.pt")
+            best = max(
+                self.results, key=lambda r: -math.inf if r.val_score is None else r.val_score
+            ).epoch
+            for result in self.results if not self.save_all else ():
+                if result.epoch not in (best, last):
+                    (self.folder / f"epoch_{result.epoch}.pt").unlink(missing_ok=True)
+        _wait_for_every_process(self.model)
 
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on: anything else would be another run."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, OptimizerInBackward):
+            optimizer = optimizer.optimizers[0]
+        tensors = unwrap(self.model).state_dict()
+        identity = {f"recipe.{name}": value for name, value in vars(self.recipe).items()}
+        identity |= {f"optimizer.{name}": str(value) for name, value in optimizer.defaults.items()}
+        identity |= {f"model.{name}": f"{t.dtype} {list(t.shape)}" for name, t in tensors.items()}
+        return identity | {
+            "task": self.task.name,
+            "optimizer": type(optimizer).__name__,
+            "scheduler": type(self.scheduler).__name__,
+            "batches an epoch": len(self.loader),
+        }
 
-def refuse_old_weights(folder: Path) -> None:
-    """Raise FileExistsError if another run's weights are in `folder`: they would be replaced."""
-    found = sorted(path.name for path in folder.glob("epoch_*.pt"))
-    if found:
-        raise FileExistsError(
-            f"{folder} holds weights of another run ({', '.join(found[:3])}), which this one would "
-            "replace: choose another save_dir, or move them away"
-        )
+    def _refuse_another_run(self, found: dict[str, Any]) -> None:
+        expected = self._identity()
+        missing = object()
+        for name in [*expected, *found]:
+            here, there = expected.get(name, missing), found.get(name, missing)
+            if here != there:
+                here, there = ("nothing" if v is missing else repr(v) for v in (here, there))
+                raise ValueError(
+                    f"{self.snapshot_path} is of another run: {name} is {there} there and {here} "
+                    "here. Use the same settings to go on, or another save_dir to start anew"
+                )
 
+    # Random numbers
 
-def save_weights(
-    model: nn.Module, folder: Path, results: Sequence[EpochResult], save_all: bool
-) -> None:
-    """Save this epoch's weights as `epoch_N.pt`.
+    def _all_generators(self) -> list[torch.Generator]:
+        return [*loader_generators(self.loader), *loader_generators(self.val_loader)]
 
-    Without `save_all`, those that this run wrote before are deleted, unless they are the best by
-    validation score.
-    """
-    write_atomically(model.state_dict(), folder / f"epoch_{results[-1].epoch}.pt")
-    if save_all:
-        return
-    best = max(
-        results, key=lambda result: -math.inf if result.val_score is None else result.val_score
-    )
-    for result in results:
-        if result.epoch not in (best.epoch, results[-1].epoch):
-            (folder / f"epoch_{result.epoch}.pt").unlink(missing_ok=True)
+    def _generators(self) -> dict[str, Any]:
+        states = [generator.get_state() for generator in self._all_generators()]
+        return {"rng": rng_state(), "generators": states}
 
 
 # --- Measuring one step --------------------------------------------------------------------
