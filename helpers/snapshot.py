@@ -18,7 +18,8 @@ PLAIN_TYPES = (str, bool, int, float, type(None))
 def require_plain(value: Any, where: str = "snapshot") -> None:
     """Raise TypeError unless `value` is made of tensors, text, numbers, None, lists and dicts.
 
-    Subclasses such as NumPy's numbers and enums do not count. Only plain values load again with `torch.load(weights_only=True)`, which runs no code of the file.
+    Subclasses such as NumPy's numbers and enums do not count: only plain values load again with
+    `torch.load(weights_only=True)`, which runs no code of the file.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
