@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 # transformers is imported where it is used: it takes seconds, and VGG16 does not need it.
 if TYPE_CHECKING:
@@ -66,6 +66,24 @@ def vgg16(num_classes: int = 2, width: float = 1.0) -> nn.Sequential:
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             nn.init.zeros_(module.bias)
     return nn.Sequential(*modules)
+
+
+class ArticleVgg16(nn.Sequential):
+    """`vgg16` as the VGG16 article has it: ten children, of which all convolutions are the first.
+
+    The modules and their order are those of `vgg16`, so the same seed gives the same weights. With
+    `segments` the forward pass is torch's own `checkpoint_sequential` over the ten children.
+    """
+
+    def __init__(self, num_classes: int = 2, width: float = 1.0, segments: int | None = None):
+        flat = vgg16(num_classes, width)
+        super().__init__(flat[:31], *flat[31:])
+        self.segments = segments
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.segments is None:
+            return super().forward(x)
+        return checkpoint_sequential(self, self.segments, x, use_reentrant=False)
 
 
 # --- Segments ------------------------------------------------------------------------------

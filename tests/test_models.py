@@ -9,6 +9,7 @@ import torchvision
 from torch import nn
 
 from helpers.models import (
+    ArticleVgg16,
     blocks,
     checkpointing,
     hugging_face_checkpointing,
@@ -70,6 +71,17 @@ def test_vgg16_is_torchvisions_given_its_weights():
 def test_vgg16_refuses_impossible_sizes(arguments):
     with pytest.raises(ValueError, match="num_classes >= 1 and width > 0"):
         vgg16(**arguments)
+
+
+@pytest.mark.parametrize("segments", [None, 2, 5])
+def test_the_articles_ten_children_are_the_same_network(small_vgg, images, segments):
+    torch.manual_seed(0)
+    article = ArticleVgg16(width=0.1, segments=segments)
+    assert len(article) == 10
+    calls = []
+    article[0].register_forward_hook(lambda *_: calls.append("convolutions"))
+    assert_same_bits(state_after(small_vgg, None, images), state_after(article, None, images))
+    assert len(calls) == (2 if segments is None else 4)  # of two steps, and recomputed or not
 
 
 @pytest.mark.parametrize("how", [2, 3, 7, 25, "pools", "layers", [(4, 5), (9, 10)], [(0, 21)]])
