@@ -8,7 +8,9 @@ import math
 import os
 import platform
 import random
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +152,59 @@ def _cpu_memory() -> str:
     except (AttributeError, OSError, ValueError):  # Windows has no sysconf
         return "memory unknown"
     return f"{size / 1024**3:.1f} GiB"
+
+
+# --- Several processes ---------------------------------------------------------------------
+
+STOP_SECONDS = 45  # torchrun gives its processes 30 to end before it kills them
+
+
+def torchrun(script: str | Path, *arguments: str, processes: int = 2, timeout: float = 180) -> str:
+    """Run a Python script in several processes of torchrun on this machine; what it printed.
+
+    Each process finds its number in the environment, as `torch.distributed` expects it; ports are
+    chosen among the free ones. Nothing is left running, whatever happens: raises TimeoutError when
+    the script takes longer than `timeout` seconds, RuntimeError with its messages when it fails.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(script), *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the helpers, wherever they lie
+        # The processes share the cores; torchrun would warn that it had to choose.
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // processes)),
+        # Without a network c10d warns that it cannot look up the name of its own machine.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    # Files, not pipes: a pipe stays open as long as any process that inherited it.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=messages)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"{Path(script).name} did not end within {timeout:g} seconds and was stopped"
+            ) from None
+        finally:
+            _stop(process)
+        output.seek(0)
+        messages.seek(0)
+        if code != 0:
+            raise RuntimeError(f"{Path(script).name} failed:\n{messages.read()[-4000:]}")
+        sys.stderr.write(messages.read())
+        return output.read()
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End torchrun so that it ends its processes first; killed outright, it would leave them."""
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 # --- Showing -------------------------------------------------------------------------------

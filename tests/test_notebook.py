@@ -1,6 +1,7 @@
 """What notebooks use: settings, seeds, tables, exercises, recorded results."""
 
 import json
+import os
 import random
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from helpers.notebook import (
     settings,
     show_source,
     table,
+    torchrun,
 )
 
 SIZES = {
@@ -209,3 +211,35 @@ def test_record_needs_a_row():
 def test_claim_refuses_other_verdicts():
     with pytest.raises(ValueError, match="holds, holds if, does not hold"):
         claim("c", "1", "maybe")
+
+
+def script_file(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_torchrun_gives_each_process_its_number(tmp_path, capfd):
+    text = "import os, sys\nsys.stdout.write(os.environ['RANK'] + sys.argv[1] + '\\n')"
+    output = torchrun(script_file(tmp_path, text), "!", processes=2)
+    assert sorted(output.split()) == ["0!", "1!"]
+    assert capfd.readouterr() == ("", "")  # no notice of threads, ports or host names
+
+
+def test_torchrun_tells_what_failed(tmp_path):
+    text = "import os, time\nassert os.environ['RANK'] == '0', 'no good'\ntime.sleep(600)"
+    with pytest.raises(RuntimeError, match="script.py failed:(.|\n)*AssertionError: no good"):
+        torchrun(script_file(tmp_path, text))
+
+
+def test_torchrun_leaves_nothing_running(tmp_path):
+    text = (
+        "import os, sys, time\n"
+        "open(os.path.join(sys.argv[1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    with pytest.raises(TimeoutError, match="script.py did not end within 12 seconds"):
+        torchrun(script_file(tmp_path, text), str(tmp_path), timeout=12)
+    for started in (tmp_path / rank for rank in "01"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(started.read_text()), 0)
