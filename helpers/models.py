@@ -12,11 +12,16 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 # transformers is imported where it is used: it takes seconds, and VGG16 does not need it.
 if TYPE_CHECKING:
@@ -88,8 +93,9 @@ class ArticleVgg16(nn.Sequential):
 
 # --- Segments ------------------------------------------------------------------------------
 
-# What is recomputed: nothing (None), a number of segments, "pools", "layers", ranges of children.
-Checkpoint = int | str | tuple[tuple[int, int], ...] | None
+# What is recomputed: nothing (None), a number of segments, "pools", "layers", "layers/2" (every
+# second layer), "selective", or ranges of children (start, stop) or (start, stop, batch chunks).
+Checkpoint = int | str | tuple[tuple[int, ...], ...] | None
 
 
 def starts_in_place(module: nn.Module) -> bool:
@@ -117,7 +123,9 @@ def segments(
       last one is not recomputed, because its backward pass begins as soon as it has been computed;
     - "pools": cut behind every max-pool, the rest (the classifier) is not recomputed;
     - "layers": every child on its own, an in-place activation together with the layer before it;
-    - ranges such as [(0, 5), (7, 9)]: these are recomputed, everything between them is kept.
+    - ranges such as [(0, 5), (7, 9)]: these are recomputed, everything between them is kept; a
+      third number, as in (0, 5, 4), runs the range in that many chunks of the batch, each a
+      segment of its own.
 
     Raises ValueError for a number of segments or a range that the model cannot have.
     """
@@ -147,9 +155,11 @@ def segments(
             f"checkpoint={how!r} is not known for an nn.Sequential: expected a number, "
             "'pools', 'layers' or ranges"
         )
-    ranges = [(int(start), int(stop)) for start, stop in how]
+    ranges = [tuple(int(number) for number in given) for given in how]
     position = 0
-    for start, stop in ranges:
+    for start, stop, *chunks in ranges:
+        if chunks:
+            _refuse_chunks(model[start:stop], chunks)
         if not position <= start < stop <= len(model):
             raise ValueError(
                 f"checkpoint range ({start}, {stop}): ranges must ascend without overlap within "
@@ -239,12 +249,66 @@ def _run(children: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _checkpointed(function: Callable, modules: Sequence[nn.Module]) -> Callable:
+def _run_in_chunks(segment: Callable, chunks: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([segment(part) for part in x.tensor_split(min(chunks, len(x)))])
+
+
+def _refuse_chunks(segment: nn.Sequential, chunks: Sequence[int]) -> None:
+    """Stop where a segment in chunks of the batch would not give the whole batch's result."""
+    if len(chunks) != 1 or chunks[0] < 1:
+        raise ValueError(
+            f"a checkpoint range is (start, stop) or (start, stop, chunks); found chunks={chunks}"
+        )
+    for module in segment.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(
+                "a range with BatchNorm cannot run in chunks of the batch: it would normalise each "
+                "chunk by itself. Leave the number of chunks out"
+            )
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                "a range with dropout cannot run in chunks of the batch: each chunk would draw its "
+                "mask in another order than the whole batch. Leave the number of chunks out"
+            )
+
+
+# Kept under "selective": products of matrices and convolutions, which cost most to recompute. Not
+# attention: with dropout it draws random numbers, and kept it would not draw them again.
+KEPT_OPERATIONS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.convolution.default,
+)
+
+
+def _keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation in KEPT_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _replay_selectively(
+    modules: Sequence[nn.Module],
+) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """`replay_buffers`, and the results of `KEPT_OPERATIONS` are kept instead of recomputed."""
+
+    @contextlib.contextmanager
+    def both(buffers, selection):
+        with buffers, selection:
+            yield
+
+    pairs = zip(
+        replay_buffers(modules), create_selective_checkpoint_contexts(_keep_products), strict=True
+    )
+    forward, recompute = (both(*pair) for pair in pairs)
+    return forward, recompute
+
+
+def _checkpointed(
+    function: Callable, modules: Sequence[nn.Module], contexts: Callable = replay_buffers
+) -> Callable:
     """`function`, recomputed in the backward pass; `modules`: those whose buffers it may update."""
     inner = [inner for module in modules for inner in module.modules()]
-    return partial(
-        checkpoint, function, use_reentrant=False, context_fn=partial(replay_buffers, inner)
-    )
+    return partial(checkpoint, function, use_reentrant=False, context_fn=partial(contexts, inner))
 
 
 def _refuse_in_place(block: nn.Module) -> None:
@@ -266,7 +330,8 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
     """Within this context the forward pass of `model` keeps segment inputs and recomputes the rest.
 
     `how`: None for off; for an `nn.Sequential` everything that `segments` knows; for any other
-    model "layers": each of its `blocks` is recomputed as one piece. The backward pass may run after
+    model "layers": each of its `blocks` is recomputed as one piece, or "layers/2": every second
+    one, or "selective": each, but products of matrices are kept. The backward pass may run after
     the context has been left. Dropout, the random number generator and buffers end as without
     checkpointing. The model itself is not changed. Method: Chen et al. (2016), arXiv:1604.06174,
     in torch's non-reentrant form.
@@ -280,34 +345,31 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
         ranges = segments(model, how)
         pieces: list[Callable] = []
         position = 0
-        for start, stop in ranges:
+        for start, stop, *chunks in ranges:
             pieces += children[position:start]
             piece = children[start:stop]
-            pieces.append(_checkpointed(partial(_run, piece), piece))
+            segment = _checkpointed(partial(_run, piece), piece)
+            pieces.append(partial(_run_in_chunks, segment, *chunks) if chunks else segment)
             position = stop
         pieces += children[position:]
         recomputed = children[: ranges[-1][1]] if ranges else []
         replaced = {model: partial(_run, pieces)}
-    elif how == "layers":
-        recomputed = blocks(model)
+    elif isinstance(how, str) and (how == "selective" or how.split("/")[0] == "layers"):
+        recomputed = blocks(model)[:: _every_nth(how)]
         if not recomputed:
             raise ValueError(
-                f"checkpoint='layers': {type(model).__name__} has no repeated blocks in an "
+                f"checkpoint={how!r}: {type(model).__name__} has no repeated blocks in an "
                 "nn.Sequential or nn.ModuleList"
             )
         for block in recomputed:
             _refuse_in_place(block)
-        replaced = {block: _checkpointed(block.forward, [block]) for block in recomputed}
-        first = next(recomputed[0].parameters(), None)
-        recomputed = (
-            [*recomputed, *_modules_before(model, recomputed[0])]
-            if first is not None
-            else recomputed
-        )
+        contexts = _replay_selectively if how == "selective" else replay_buffers
+        replaced = {block: _checkpointed(block.forward, [block], contexts) for block in recomputed}
+        recomputed = [*recomputed, *_modules_before(model, recomputed[0])]
     else:
         raise ValueError(
             f"checkpoint={how!r}: {type(model).__name__} is not an nn.Sequential, expected "
-            "'layers' or None"
+            "'layers', 'layers/N' for every Nth, 'selective' or None"
         )
     if not any(
         parameter.requires_grad for module in recomputed for parameter in module.parameters()
@@ -331,6 +393,14 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
             del module.forward
         if use_cache:
             config.use_cache = use_cache
+
+
+def _every_nth(how: str) -> int:
+    """2 of "layers/2"; 1 where nothing is said."""
+    _, slash, number = how.partition("/")
+    if slash and not (number.isdigit() and int(number) >= 1):
+        raise ValueError(f"checkpoint={how!r}: expected 'layers/N' with N = 1, 2, 3, ...")
+    return int(number) if slash else 1
 
 
 def _modules_before(model: nn.Module, block: nn.Module) -> list[nn.Module]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.models import (
     ArticleVgg16,
@@ -102,6 +103,66 @@ def test_models_that_are_no_sequence_end_with_the_same_bits(build, images):
     torch.manual_seed(0)
     model = build()
     assert_same_bits(state_after(model, None, images), state_after(model, "layers", images))
+
+
+@pytest.mark.parametrize("how", ["layers/2", "layers/5", "selective"])
+def test_other_ways_to_recompute_blocks_end_with_the_same_bits(images, how):
+    torch.manual_seed(0)
+    model = torchvision.models.vit_b_16(
+        weights=None, image_size=32, num_classes=2, dropout=0.1, attention_dropout=0.1
+    )
+    assert_same_bits(state_after(model, None, images), state_after(model, how, images))
+
+
+def test_selective_checkpointing_runs_no_linear_layer_twice():
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.2))  # noqa: E731
+    model = nn.ModuleDict({"blocks": nn.Sequential(block(), block())})
+    model.forward = model["blocks"].forward
+    products = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products.append(func is torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for how in ("layers", "selective"):
+        products.clear()
+        with Count():
+            with checkpointing(model, how):
+                loss = model(torch.randn(3, 6)).sum()
+            loss.backward()
+        counts[how] = sum(products)
+    assert counts == {"layers": 4, "selective": 2}
+
+
+@pytest.mark.parametrize("how", ["layers/0", "layers/x", "layers/"])
+def test_every_nth_layer_needs_a_number(how):
+    with pytest.raises(ValueError, match="N = 1, 2, 3"):
+        with checkpointing(torchvision.models.vit_b_16(weights=None), how):
+            pass
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 9])
+def test_chunks_of_the_batch_give_the_whole_batchs_gradients(small_vgg, images, chunks):
+    model = small_vgg.double()
+    ranges = ((0, 5, chunks), (5, 10, 2))
+    plain = state_after(model, None, images.double(), steps=1)
+    chunked = state_after(model, ranges, images.double(), steps=1)
+    for a, b in zip(plain, chunked, strict=True):
+        assert torch.allclose(a.double(), b.double(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layer, name", [(nn.BatchNorm1d(4), "BatchNorm"), (nn.Dropout(0.5), "dropout")]
+)
+def test_chunks_that_would_change_the_result_are_refused(layer, name):
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=name):
+        segments(model, [(0, 2, 4)])
+    with pytest.raises(ValueError, match="chunks=\\[0\\]"):
+        segments(model, [(0, 1, 0)])
 
 
 def test_spectral_norm_vectors_are_updated_once():
