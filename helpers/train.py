@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -499,6 +499,70 @@ def roc_auc(logits: torch.Tensor, labels: torch.Tensor) -> float | None:
     if positive.all() or not positive.any():
         return None
     return float(roc_auc_score(positive.numpy(), logits.double().numpy()))
+
+
+class GroupScore(NamedTuple):
+    """ROC-AUC of one group with its bootstrap interval; None where the group has one class."""
+
+    group: str
+    count: int
+    score: float | None
+    low: float | None
+    high: float | None
+
+
+def roc_auc_interval(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Percentile bootstrap interval of `roc_auc`, or None where only one class is present.
+
+    Samples are drawn with replacement within each class, so that every resample has both. The
+    caller's random numbers are not touched. Method: Efron and Tibshirani (1993), chapter 13.
+    """
+    positive = labels > 0.5
+    if positive.all() or not positive.any():
+        return None
+    values, places = torch.unique(logits.double(), return_inverse=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def resample(places: torch.Tensor) -> torch.Tensor:
+        """How often each value is drawn, as a share of all draws."""
+        drawn = places[torch.randint(len(places), (len(places),), generator=generator)]
+        return torch.bincount(drawn, minlength=len(values)).double() / len(places)
+
+    areas = []
+    for _ in range(resamples):
+        toxic, other = resample(places[positive]), resample(places[~positive])
+        # Share of pairs whose positive sample ranks above the negative one; ties count half.
+        areas.append(toxic @ (other.cumsum(0) - other / 2))
+    tail = (1 - level) / 2
+    low, high = torch.stack(areas).quantile(torch.tensor([tail, 1 - tail]).double()).tolist()
+    return low, high
+
+
+def roc_auc_by_group(
+    logits: torch.Tensor, labels: torch.Tensor, groups: Sequence[str], **interval: Any
+) -> list[GroupScore]:
+    """`roc_auc` of all samples ("all") and of each group, e.g. by language, in alphabetical order.
+
+    groups: each sample's, in the order of `logits`. interval: options of `roc_auc_interval`.
+    """
+    if len(groups) != len(logits):
+        raise ValueError(f"{len(groups)} groups for {len(logits)} samples: expected one for each")
+    members = {"all": torch.ones(len(logits), dtype=torch.bool)}
+    for group in sorted(set(groups)):
+        members[group] = torch.tensor([one == group for one in groups])
+    scores = []
+    for group, chosen in members.items():
+        selected = logits[chosen], labels[chosen]
+        low, high = roc_auc_interval(*selected, **interval) or (None, None)
+        scores.append(GroupScore(group, int(chosen.sum()), roc_auc(*selected), low, high))
+    return scores
 
 
 CATS_DOGS = Task("cats and dogs", image_forward, image_criterion, "accuracy", accuracy)

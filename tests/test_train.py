@@ -5,12 +5,14 @@ import itertools
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +34,8 @@ from helpers.train import (
     measure_step,
     optimizer_steps_per_epoch,
     roc_auc,
+    roc_auc_by_group,
+    roc_auc_interval,
     split_batch,
     train,
     train_step,
@@ -391,6 +395,59 @@ def test_evaluate_and_train_refuse_an_empty_loader():
 def test_roc_auc_of_one_class_is_unknown():
     assert roc_auc(torch.tensor([0.1, 0.3]), torch.tensor([1.0, 1.0])) is None
     assert roc_auc(torch.tensor([0.1, 0.3]), torch.tensor([0.0, 1.0])) == 1.0
+
+
+def scored_comments(count=300, seed=0):
+    """Logits that tell something about the labels, with many ties."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.rand(count, generator=generator) < 0.3).float()
+    return torch.round(4 * (torch.randn(count, generator=generator) + labels)) / 4, labels
+
+
+def test_the_interval_of_roc_auc_is_that_of_a_plain_bootstrap():
+    logits, labels = scored_comments()
+    rng = np.random.default_rng(1)
+    toxic, other = logits[labels > 0.5].numpy(), logits[labels < 0.5].numpy()
+    truth = np.repeat([1, 0], [len(toxic), len(other)])
+    areas = [
+        roc_auc_score(truth, np.concatenate([rng.choice(toxic, len(toxic)),
+                                             rng.choice(other, len(other))]))
+        for _ in range(1000)
+    ]  # fmt: skip
+    low, high = roc_auc_interval(logits, labels, resamples=4000)
+    assert [low, high] == pytest.approx(np.quantile(areas, [0.025, 0.975]), abs=0.006)
+    narrow = roc_auc_interval(logits, labels, level=0.5)
+    assert low < narrow[0] < roc_auc(logits, labels) < narrow[1] < high
+
+
+def test_the_interval_of_roc_auc_is_fixed_by_its_seed_and_uses_no_other_random_numbers():
+    logits, labels = scored_comments()
+    state = torch.get_rng_state()
+    assert roc_auc_interval(logits, labels, seed=3) == roc_auc_interval(logits, labels, seed=3)
+    assert roc_auc_interval(logits, labels, seed=3) != roc_auc_interval(logits, labels, seed=4)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_interval_of_roc_auc_at_its_ends():
+    labels = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert roc_auc_interval(torch.arange(4.0), labels) == (1.0, 1.0)
+    assert roc_auc_interval(torch.zeros(4), labels) == (0.5, 0.5)
+    assert roc_auc_interval(torch.arange(4.0), torch.ones(4)) is None
+
+
+def test_roc_auc_by_language_names_the_language_that_has_one_class():
+    logits, labels = scored_comments()
+    languages = ["tr", "es", "it"] * 100
+    labels[2::3] = 0
+    everything, spanish, italian, turkish = roc_auc_by_group(logits, labels, languages)
+    assert everything.group == "all" and everything.count == 300
+    assert everything.score == roc_auc(logits, labels)
+    assert spanish.score == roc_auc(logits[1::3], labels[1::3])
+    assert spanish[3:] == roc_auc_interval(logits[1::3], labels[1::3])
+    assert italian == ("it", 100, None, None, None)
+    assert turkish.count == 100 and turkish.low < turkish.score < turkish.high
+    with pytest.raises(ValueError, match="2 groups for 300 samples"):
+        roc_auc_by_group(logits, labels, ["en", "fr"])
 
 
 def test_training_is_the_shortest_hand_written_loop():
