@@ -1093,17 +1093,30 @@ def comment_texts(
     return [comment.text for file in files for _, comment, _ in islice(_scan(file), limit)]
 
 
-def write_submission(path: str | Path, comments: Comments, probabilities: Iterable[float]) -> None:
-    """Write the competition's submission, `id,toxic`, one line for each of `comments` in order."""
+def write_submission(
+    path: str | Path, comments: Comments, probabilities: Iterable[float]
+) -> Path | None:
+    """Write the competition's submission, `id,toxic`, one line for each of `comments` in order.
+
+    An earlier file of that name is kept: it becomes `submission-1.csv`, or whichever number is
+    free, and its new path is returned. Raises ValueError for another number of probabilities.
+    """
     probabilities = [float(value) for value in probabilities]
     if len(probabilities) != len(comments):
         raise ValueError(f"{len(probabilities)} probabilities for {len(comments)} comments")
-    with Path(path).open("w", encoding="utf-8", newline="") as file:
+    path, kept = Path(path), None
+    if path.exists():
+        number = 1
+        while (kept := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+            number += 1
+        path.rename(kept)
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["id", "toxic"])
         writer.writerows(
             (comments.read(index).id, f"{value:.6f}") for index, value in enumerate(probabilities)
         )
+    return kept
 
 
 def _check_comment_options(
