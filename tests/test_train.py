@@ -412,10 +412,10 @@ def test_the_interval_of_roc_auc_is_that_of_a_plain_bootstrap():
     areas = [
         roc_auc_score(truth, np.concatenate([rng.choice(toxic, len(toxic)),
                                              rng.choice(other, len(other))]))
-        for _ in range(1000)
+        for _ in range(500)
     ]  # fmt: skip
-    low, high = roc_auc_interval(logits, labels, resamples=4000)
-    assert [low, high] == pytest.approx(np.quantile(areas, [0.025, 0.975]), abs=0.006)
+    low, high = roc_auc_interval(logits, labels)
+    assert [low, high] == pytest.approx(np.quantile(areas, [0.025, 0.975]), abs=0.01)
     narrow = roc_auc_interval(logits, labels, level=0.5)
     assert low < narrow[0] < roc_auc(logits, labels) < narrow[1] < high
 
