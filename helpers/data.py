@@ -748,38 +748,33 @@ Splits = tuple[ByClass, ByClass | None, Scan]
 def _read_class_folders(root: Path, report: PictureReport) -> Splits:
     """train/ and a validation folder, or one folder whose pictures are still to be split."""
     train_folder = root / TRAIN_FOLDER if (root / TRAIN_FOLDER).is_dir() else root
-    train, scan = _by_class(train_folder)
-    if train is None:
+    if not _has_classes(train_folder):
         raise _wrong_level(train_folder)
+    train, scan = _by_class(train_folder)
     val_folders = [root / name for name in VALIDATION_FOLDERS if (root / name).is_dir()]
     if train_folder == root or not val_folders:
         return train, None, scan
-    val, val_scan = _by_class(val_folders[0])
-    if val is None:
+    if not any(_class_counts(val_folders[0])):
         if not _pictures_directly_in(val_folders[0]):
             raise _wrong_level(val_folders[0])
         report.notes.append(
             f"{val_folders[0].name}/ is not used: no class folders, no class in its files' names"
         )
         return train, None, scan
+    val, val_scan = _by_class(val_folders[0])
     return train, val, scan + val_scan
 
 
-def _by_class(folder: Path) -> tuple[ByClass | None, Scan | None]:
-    """Usable pictures of each class: class folders if there are any, else names like cat.0.jpg.
-
-    (None, None) where neither is found; nothing is decoded to find that out.
-    """
-    folders = _subfolders(folder)
-    if any(_pictures_directly_in(child) for child in folders):
-        scans = {child.name: scan_images(child) for child in folders}
+def _by_class(folder: Path) -> tuple[ByClass, Scan]:
+    """Usable pictures of each class: class folders if there are any, else names like cat.0.jpg."""
+    in_folders, in_names = _class_counts(folder)
+    if len(in_folders) > 1 or not in_names:
+        scans = {child.name: scan_images(child) for child in _subfolders(folder)}
         loose = _pictures_directly_in(folder)
         outside = Scan(skipped=[Skipped(path, "beside the class folders") for path in loose])
         by_class = {name: list(scan.digests) for name, scan in scans.items()}
         return by_class, sum(scans.values(), outside)
-    if not any(_class_in_name(path) for path in _pictures_directly_in(folder)):
-        return None, None
-    scan, by_class = scan_images(folder), {}
+    scan, by_class = scan_images(folder), {name: [] for name in sorted(in_names)}
     for path in scan.digests:
         by_class.setdefault(_class_in_name(path), []).append(path)
     nameless = by_class.pop(None, [])
@@ -830,11 +825,6 @@ def _check_classes(root: Path, train: ByClass, val: ByClass, skipped: list[Skipp
             f"{shown}: validation classes {sorted(val)} do not match the training classes "
             f"{sorted(train)}; the same class folders are expected in both. Rename or add them"
         )
-    if len(train) < 2:
-        raise ValueError(
-            f"{shown}: found a single class ({_listed({n: len(p) for n, p in train.items()})}); "
-            f"at least two are expected: {EXPECTED_LAYOUT}. {_advice(root)}"
-        )
     for name in sorted(train):
         if not train[name] or not val[name]:
             raise ValueError(
@@ -852,15 +842,16 @@ def _interleaved(by_class: ByClass) -> list[tuple[Path, int]]:
     return [(path, label) for _, label, path in sorted(ranked)]
 
 
-def _wrong_level(root: Path) -> Exception:
+def _wrong_level(folder: Path) -> Exception:
     """The error for a folder without classes, with the folder that was probably meant."""
-    if not any(not _is_hidden(entry) for entry in root.iterdir()):
-        return FileNotFoundError(f"{_printable(root)} is empty; {EXPECTED_LAYOUT}")
-    folders = {f"{child.name}/": len(_pictures_directly_in(child)) for child in _subfolders(root)}
+    if not _entries(folder):
+        return FileNotFoundError(f"{_printable(folder)} is empty; {EXPECTED_LAYOUT}")
+    folders = {f"{child.name}/": len(_pictures_directly_in(child)) for child in _subfolders(folder)}
+    names = _class_counts(folder)[1]
     return ValueError(
-        f"{_printable(root)}: no classes found. It has {len(_pictures_directly_in(root))} pictures "
-        f"of its own and these folders, with the pictures directly in them: {_listed(folders)}; "
-        f"{EXPECTED_LAYOUT}. {_advice(root)}"
+        f"{_printable(folder)}: fewer than two classes. Found {len(_pictures_directly_in(folder))} "
+        f"pictures directly in it (class by name: {_listed(names)}) and folders with so many "
+        f"directly in them: {_listed(folders)}; {EXPECTED_LAYOUT}. {_advice(folder)}"
     )
 
 
@@ -875,9 +866,15 @@ def _advice(root: Path) -> str:
 
 
 def _has_classes(folder: Path) -> bool:
-    filled = [child for child in _subfolders(folder) if _pictures_directly_in(child)]
-    named = {_class_in_name(path) for path in _pictures_directly_in(folder)} - {None}
-    return len(filled) > 1 or len(named) > 1
+    return max(map(len, _class_counts(folder))) > 1
+
+
+def _class_counts(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Pictures per class, where folders are the classes and where names such as cat.0.jpg tell."""
+    in_folders = {child.name: len(_pictures_directly_in(child)) for child in _subfolders(folder)}
+    in_names = Counter(map(_class_in_name, _pictures_directly_in(folder)))
+    in_names.pop(None, None)
+    return {name: count for name, count in in_folders.items() if count}, dict(in_names)
 
 
 def _class_in_name(path: Path) -> str | None:
