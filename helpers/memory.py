@@ -153,6 +153,7 @@ class Tracker(TorchDispatchMode):
         self._spans: tuple[list[int], list[str]] = ([], [])
         self._optimizers: list[str] = []  # names of the optimizers whose step is running
         self._recording = False
+        self._registered: int | None = None  # events before the block was entered
         self._host = False
         self._handles: list = []
         if model is not None:
@@ -196,6 +197,8 @@ class Tracker(TorchDispatchMode):
             register_optimizer_step_post_hook(self._step_ends),
         ]
         self._recording = True
+        if self._registered is None:
+            self._registered = len(self.events)
         return super().__enter__()
 
     def __exit__(self, *exc_info):
@@ -362,18 +365,21 @@ class Tracker(TorchDispatchMode):
         )
 
     def timeline(self, rounding: int = ROUNDING) -> Timeline:
-        """Live bytes after every event, in total and by part."""
+        """Live bytes after every event of the block, in total and by part."""
         totals = dict.fromkeys(PARTS, 0)
         live: list[int] = []
         parts: dict[str, list[int]] = {part: [] for part in PARTS}
-        for block, created in self.events:
+        first = max(0, (self._registered or 0) - 1)
+        for index, (block, created) in enumerate(self.events):
             if not block.host:
                 size = round_up(block.nbytes, rounding)
                 totals[block.part] += size if created else -size
+            if index < first:
+                continue
             for part in PARTS:
                 parts[part].append(totals[part])
             live.append(sum(totals.values()))
-        return Timeline(live, list(self.phases), parts)
+        return Timeline(live, self.phases[first:], parts)
 
 
 # --- Measuring a block ---------------------------------------------------------------------

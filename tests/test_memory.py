@@ -26,7 +26,7 @@ from helpers.memory import (
 
 
 class Blocks(nn.Module):
-    """A small network with what models have: convolution, BatchNorm, in-place, dropout, tied use."""
+    """A small network with what models have: convolution, BatchNorm, in-place, dropout, ties."""
 
     def __init__(self):
         super().__init__()
@@ -172,6 +172,16 @@ def test_freed_storages_do_not_count_and_their_addresses_may_come_again():
     assert usage.peak_bytes == memory.round_up(1_000_000)
     assert usage.timeline.live[-1] == 0
     assert max(usage.timeline.live) == usage.peak_bytes
+
+
+def test_the_timeline_begins_with_all_that_exists():
+    model, batch = nn.Linear(500, 500, bias=False), torch.zeros(10, 500)
+    with measure(model, inputs=batch) as usage:
+        model(batch)
+    existing = memory.round_up(model.weight.nbytes) + memory.round_up(batch.nbytes)
+    assert usage.timeline.live[0] == existing
+    assert usage.timeline.live == [existing, existing + memory.round_up(10 * 500 * 4), existing]
+    assert len(usage.timeline.phases) == len(usage.timeline.parts["activations"]) == 3
 
 
 def test_resized_storages_are_followed():
