@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError
 from tqdm.auto import tqdm
 
+from helpers.distributed import from_all, is_ddp, process_count, process_rank, wait_for_all
 from helpers.memory import MIB, Timeline, Timing, Usage, measure, timed
 from helpers.models import Checkpoint, checkpointing, unwrap
 from helpers.snapshot import (
@@ -317,35 +318,6 @@ def _forward_context(model: nn.Module, recipe: Recipe) -> contextlib.ExitStack:
     return stack
 
 
-def _is_ddp(model: nn.Module) -> bool:
-    return isinstance(model, nn.parallel.DistributedDataParallel)
-
-
-def _process_count(model: nn.Module) -> int:
-    return dist.get_world_size(model.process_group) if _is_ddp(model) else 1
-
-
-def _rank(model: nn.Module) -> int:
-    return dist.get_rank(model.process_group) if _is_ddp(model) else 0
-
-
-def _is_first_process(model: nn.Module) -> bool:
-    return _rank(model) == 0
-
-
-def _wait_for_every_process(model: nn.Module) -> None:
-    if _is_ddp(model):
-        dist.barrier(model.process_group)
-
-
-def _of_every_process(model: nn.Module, value: Any) -> list[Any]:
-    """`value` of each process, in the order of their ranks."""
-    values = [value] * _process_count(model)
-    if _is_ddp(model):
-        dist.all_gather_object(values, value, group=model.process_group)
-    return values
-
-
 def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
     """Each micro-batch's share of all terms that the loss averages over; they add up to 1.
 
@@ -353,10 +325,10 @@ def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
     process: a process with fewer samples then weighs less, as in one big batch.
     """
     total = sum(counts)
-    if _is_ddp(model):
+    if is_ddp(model):
         total = torch.as_tensor(total, dtype=torch.float64, device=device_of(model))
         dist.all_reduce(total, group=model.process_group)
-        total = total / _process_count(model)
+        total = total / process_count(model)
     elif isinstance(total, torch.Tensor):
         total = total.double()  # so that shares are exact for float64 losses too
     return [count / total for count in counts]
@@ -400,7 +372,7 @@ def train_step(
     for index, piece in enumerate(pieces):
         # Only in the last micro-batch does DDP average over processes; forward must be inside too.
         is_last = index == len(pieces) - 1
-        with model.no_sync() if _is_ddp(model) and not is_last else nullcontext():
+        with model.no_sync() if is_ddp(model) and not is_last else nullcontext():
             with _forward_context(model, recipe):
                 loss = loss_fn(model, to_device(piece))
                 loss = loss * _like(weights[index], loss)
@@ -595,7 +567,7 @@ def evaluate(
         for batch in loader:
             batch = move_batch(batch, device)
             with torch.autocast(device.type, dtype) if dtype else nullcontext():
-                outputs, labels = task.forward(model, batch)
+                outputs, labels = task.forward(unwrap(model), batch)
             loss_sum = loss_sum + task.criterion(outputs, labels) * len(labels)
             logits.append(outputs.float().cpu())
             targets.append(labels.cpu())
@@ -603,9 +575,11 @@ def evaluate(
         model.train(was_training)
     if not logits:
         raise ValueError("nothing to evaluate: the loader has no batch")
+    shares = from_all(model, (float(loss_sum), torch.cat(logits), torch.cat(targets)))
+    losses, logits, targets = zip(*shares, strict=True)
     all_logits, all_targets = torch.cat(logits), torch.cat(targets)
     return EvalResult(
-        float(loss_sum) / len(all_targets),
+        sum(losses) / len(all_targets),
         task.score(all_logits, all_targets),
         all_logits,
         all_targets,
@@ -698,14 +672,14 @@ def train(
         run.begin(resume, epochs)
     while len(run.results) < epochs:
         started = time.perf_counter()
-        run.train_epoch(f"epoch {len(run.results) + 1}/{epochs}")
+        loss = run.train_epoch(f"epoch {len(run.results) + 1}/{epochs}")
         train_score = evaluate(model, train_loader, task, recipe).score if evaluate_train else None
         validation = evaluate(model, val_loader, task, recipe) if val_loader is not None else None
         progress = run.progress
         run.results.append(
             EpochResult(
                 epoch=len(run.results) + 1,
-                train_loss=progress.loss,
+                train_loss=loss,
                 train_score=train_score,
                 val_loss=validation.loss if validation else None,
                 val_score=validation.score if validation else None,
@@ -732,10 +706,10 @@ def _mib(n_bytes: int | None) -> float | None:
 
 @dataclass
 class _Progress:
-    """Where an epoch stands. losses: of each step, times its samples; the rest adds up."""
+    """Where an epoch stands. losses, sizes: of each step and of this process; the rest adds up."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
-    samples: int = 0
+    sizes: list[int] = field(default_factory=list)
     skipped: int = 0
     skipped_in_a_row: int = 0
     seconds: float = 0.0  # before the run was stopped and resumed
@@ -748,9 +722,14 @@ class _Progress:
     def steps(self) -> int:
         return len(self.losses)
 
-    @property
-    def loss(self) -> float:
-        return float(torch.stack(self.losses).sum()) / self.samples
+    def mean_loss(self, model: nn.Module) -> float:
+        """Mean per sample over all steps, and over the processes that share each step."""
+        shares = from_all(
+            model, (torch.stack(self.losses).double().cpu(), torch.tensor(self.sizes))
+        )
+        losses = torch.stack([losses for losses, _ in shares]).mean(dim=0)
+        sizes = torch.stack([sizes for _, sizes in shares]).sum(dim=0)
+        return float((losses * sizes).sum() / sizes.sum())
 
     def add_usage(self, usage: Usage) -> None:
         if usage.peak_bytes >= self.peak_bytes:
@@ -779,8 +758,8 @@ class _Run:
     epoch_start: dict[str, Any] = field(default_factory=dict)  # generators when the epoch began
     rng_now: dict[str, Any] | None = None  # set by resuming: the generators after what is done
 
-    def train_epoch(self, title: str) -> None:
-        """One pass over the loader, or the rest of one that was stopped."""
+    def train_epoch(self, title: str) -> float:
+        """One pass over the loader, or the rest of one that was stopped; gives the mean loss."""
         self.model.train()
         progress = self.progress
         skip = progress.steps
@@ -818,11 +797,13 @@ class _Run:
             progress.add_usage(epoch_usage)
         if not progress.losses:
             raise ValueError("nothing to train on: the loader has no batch")
-        if not math.isfinite(progress.loss) and not progress.skipped:
+        loss = progress.mean_loss(self.model)
+        if not math.isfinite(loss) and not progress.skipped:
             raise FloatingPointError(
-                f"the training loss became {progress.loss} in {title}: lower the learning rate, "
+                f"the training loss became {loss} in {title}: lower the learning rate, "
                 "clip the gradients (clip_norm=1.0), or look for NaN in the data"
             )
+        return loss
 
     def _step(self, batch: Batch, watched: bool) -> None:
         progress = self.progress
@@ -833,9 +814,8 @@ class _Run:
             )
         if watched:
             progress.add_usage(usage)
-        size = batch_size(batch)
-        progress.losses.append(result.loss * size)  # reading it would stop the GPU every step
-        progress.samples += size
+        progress.losses.append(result.loss)  # a tensor: reading it would stop the GPU every step
+        progress.sizes.append(batch_size(batch))
         if result.stepped:
             progress.skipped_in_a_row = 0
             if self.scheduler is not None:
@@ -876,9 +856,9 @@ class _Run:
         """Write everything that going on needs. Under DDP the first process writes for all."""
         if not self.progress.steps:
             self.epoch_start = self._generators()
-        rng = _of_every_process(self.model, rng_state())
-        epoch_start = _of_every_process(self.model, self.epoch_start)
-        if _is_first_process(self.model):
+        rng = from_all(self.model, rng_state())
+        epoch_start = from_all(self.model, self.epoch_start)
+        if process_rank(self.model) == 0:
             value = {
                 "identity": self._identity(),
                 "model": unwrap(self.model).state_dict(),
@@ -891,7 +871,7 @@ class _Run:
                 "rng": rng,
             }
             write_atomically(value, self.snapshot_path)
-        _wait_for_every_process(self.model)
+        wait_for_all(self.model)
 
     def _load_snapshot(self, epochs: int) -> None:
         snapshot = read_snapshot(self.snapshot_path)
@@ -911,7 +891,7 @@ class _Run:
                 f"{self.snapshot_path} has finished {len(results)} epochs already, more than "
                 f"epochs={epochs}"
             )
-        processes = _process_count(self.model)
+        processes = process_count(self.model)
         if len(rng) != processes:
             raise ValueError(
                 f"{self.snapshot_path} was written by {len(rng)} processes, this run has "
@@ -922,7 +902,7 @@ class _Run:
         self.scaler.load_state_dict(state["scaler"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        rank = _rank(self.model)
+        rank = process_rank(self.model)
         self.results, self.progress, self.epoch_start = results, progress, starts[rank]
         for generator, generator_state in zip(
             self._all_generators(), self.epoch_start["generators"], strict=True
@@ -944,7 +924,7 @@ class _Run:
         Without `save_all`, those that this run wrote before are deleted, unless they are the best
         by validation score.
         """
-        if _is_first_process(self.model):
+        if process_rank(self.model) == 0:
             last = self.results[-1].epoch
             write_atomically(unwrap(self.model).state_dict(), self.folder / f"epoch_{last}.pt")
             best = max(
@@ -953,7 +933,7 @@ class _Run:
             for result in self.results if not self.save_all else ():
                 if result.epoch not in (best, last):
                     (self.folder / f"epoch_{result.epoch}.pt").unlink(missing_ok=True)
-        _wait_for_every_process(self.model)
+        wait_for_all(self.model)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on: anything else would be another run."""
