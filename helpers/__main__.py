@@ -78,8 +78,11 @@ def find_notebooks(folder: Path, only: Sequence[str] = ()) -> list[Path]:
 
 
 @contextlib.contextmanager
-def private_kernel() -> Iterator[str]:
-    """A kernel that is sure to be this interpreter, whatever is registered as python3 here."""
+def private_kernel(runs: Path) -> Iterator[str]:
+    """A kernel that is sure to be this interpreter, whatever is registered as python3 here.
+
+    runs: the folder that notebooks write their files into, see `helpers.notebook.output_folder`.
+    """
     from ipykernel.kernelspec import get_kernel_dict
 
     with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +92,7 @@ def private_kernel() -> Iterator[str]:
         # modules are no concern without a debugger, which warns of them at every start.
         env = {"OMP_WAIT_POLICY": "passive", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         env = {name: os.environ.get(name, value) for name, value in env.items()}
+        env["TUTORIAL_RUNS"] = str(runs.absolute())
         spec.write_text(json.dumps({**get_kernel_dict(), "env": env}))
         before = os.environ.get("JUPYTER_PATH")
         os.environ["JUPYTER_PATH"] = folder if before is None else folder + os.pathsep + before
@@ -134,7 +138,7 @@ def run_notebook(
     started: list[Mapping[str, Any]] = []  # every cell, when it starts
     start = time.perf_counter()
     try:
-        with private_kernel() as kernel:
+        with private_kernel(runs) as kernel:
             papermill.execute_notebook(
                 path,
                 executed,

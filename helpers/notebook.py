@@ -110,6 +110,12 @@ def data_root(data: str | os.PathLike | None) -> Path | None:
     return path
 
 
+def output_folder() -> Path:
+    """Where a notebook writes its files: beside the executed copies when `make run` runs it (the
+    environment variable TUTORIAL_RUNS), otherwise the working directory."""
+    return Path(os.environ.get("TUTORIAL_RUNS") or ".")
+
+
 def set_seed(seed: int) -> None:
     """Start the random numbers of Python, NumPy and torch (CPU and GPUs) from `seed`."""
     random.seed(seed)

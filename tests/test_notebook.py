@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from helpers.notebook import (
     data_root,
     describe_machine,
     format_value,
+    output_folder,
     record,
     resolve_profile,
     result_row,
@@ -103,6 +105,13 @@ def test_data_root(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file: give the folder"):
         data_root(tmp_path / "file")
+
+
+def test_files_go_into_the_working_directory_unless_a_run_says_otherwise(tmp_path, monkeypatch):
+    monkeypatch.delenv("TUTORIAL_RUNS", raising=False)
+    assert output_folder() == Path(".")
+    monkeypatch.setenv("TUTORIAL_RUNS", str(tmp_path))
+    assert output_folder() == tmp_path
 
 
 def test_set_seed_starts_all_three():

@@ -108,6 +108,13 @@ def test_a_notebook_without_results_fails(make, runs):
     assert "recorded no result" in run_notebook(make("01_silent", "1 + 1"), runs, {}).problem
 
 
+def test_files_of_a_notebook_go_beside_its_executed_copy(make, runs):
+    write = "from helpers.notebook import output_folder\n"
+    write += "_ = (output_folder() / 'mine.csv').write_text('id')"
+    assert run_notebook(make("01_writes", write, RECORD), runs, {}).problem is None
+    assert (runs / "mine.csv").read_text() == "id"
+
+
 def test_an_old_copy_never_passes_for_a_new_one(make, runs):
     run_notebook(make("01_x", RECORD), runs, {})
     run_notebook(make("01_x", RECORD, parameters="OTHER = 1"), runs, {"SIZE": 1})
