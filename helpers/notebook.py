@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from IPython.display import Code, display
+from IPython.display import display
 
 # --- Settings ------------------------------------------------------------------------------
 
@@ -216,9 +216,22 @@ def _stop(process: subprocess.Popen) -> None:
 # --- Showing -------------------------------------------------------------------------------
 
 
-def show_source(*objects: Callable | type) -> Code:
+class Source:
+    """Python source, shown in colour by a front end's own Markdown, which follows its theme."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_markdown_(self) -> str:
+        return f"````python\n{self.text}\n````"
+
+
+def show_source(*objects: Callable | type) -> Source:
     """Show the source of functions or classes, to read before they are used."""
-    return Code("\n\n".join(inspect.getsource(o).rstrip() for o in objects), language="python")
+    return Source("\n\n".join(inspect.getsource(o).rstrip() for o in objects))
 
 
 class Table:

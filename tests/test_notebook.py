@@ -127,9 +127,10 @@ def test_set_seed_starts_all_three():
 
 def test_show_source():
     code = show_source(set_seed, Table)
-    assert "def set_seed" in code.data and "class Table" in code.data
+    assert "def set_seed" in code.text and "class Table" in code.text
     data, _ = DisplayFormatter().format(code)
-    assert "set_seed" in data["text/html"] and "def set_seed" in data["text/plain"]
+    assert data["text/plain"] in data["text/markdown"] and "def set_seed" in data["text/plain"]
+    assert data["text/markdown"].startswith("````python\n")
 
 
 def test_table():
