@@ -45,7 +45,7 @@ from helpers.cuda import (
     embedding_temporaries,
     find_gpu,
 )
-from helpers.memory import MIB, PARTS, Block, Peak, Timeline, Tracker
+from helpers.memory import MIB, PARTS, Block, Timeline, Tracker, _tensors, round_up
 from helpers.train import (
     Batch,
     LossFunction,
@@ -67,15 +67,34 @@ class PredictionError(RuntimeError):
     """The step cannot be predicted; the message names the line of the user's code."""
 
 
-@dataclass
-class Work:
-    """Floating-point operations and bytes read and written, by phase of one training step."""
-
-    flops: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    traffic: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-
 PHASES = ("forward", "backward", "recompute", "optimizer")
+LAUNCH_SECONDS = 5e-6  # what starting a kernel takes at least
+
+
+@dataclass
+class Operation:
+    """One operation of the step: its phase, arithmetic, bytes read and written, and precision."""
+
+    phase: str
+    flops: float
+    traffic: int
+    half: bool
+
+
+def estimated_seconds(operations: list[Operation], share: float, gpu: Gpu) -> float:
+    """Roofline time of one step: each operation is bound by arithmetic, memory or its launch.
+
+    `share` of the batch has run; the optimizer's operations do not grow with it. Good for ranking
+    recipes, not for predicting a stopwatch.
+    """
+    seconds = 0.0
+    for operation in operations:
+        speed = (gpu.half_tflops if operation.half else gpu.tflops) * 1e12
+        bound = max(
+            operation.flops / speed, operation.traffic / (gpu.bandwidth * 1e9), LAUNCH_SECONDS
+        )
+        seconds += bound if operation.phase == "optimizer" else bound / share
+    return seconds
 
 
 class FakeStepTracker(Tracker):
@@ -85,7 +104,7 @@ class FakeStepTracker(Tracker):
         super().__init__()
         self.gpu = gpu
         self._manages_workspace = torch_then.workspace
-        self.work = Work()
+        self.operations: list[Operation] = []  # of the last step
         self._formulas: dict[Any, Callable | None] = {}
         self._has_workspace: set[bool] = set()
 
@@ -108,13 +127,17 @@ class FakeStepTracker(Tracker):
 
     def _count(self, func, args, kwargs, result) -> None:
         if func not in self._formulas:
-            is_view = func.is_view or func in (aten.detach.default, aten.empty.memory_format)
-            self._formulas[func] = None if is_view else flop_registry.get(func.overloadpacket, _no_flops)
+            moves_nothing = func.is_view or func in NO_WORK
+            formula = flop_registry.get(func.overloadpacket, _no_flops)
+            self._formulas[func] = None if moves_nothing else formula
         formula = self._formulas[func]
         if formula is None:
             return
-        if formula is not _no_flops:
-            self.work.flops[self.phase] += formula(*args, **kwargs, out_val=result)
+        tensors = list(_tensors((args, kwargs, result)))
+        traffic = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        half = bool(tensors) and tensors[0].dtype in HALF_TYPES
+        flops = formula(*args, **kwargs, out_val=result)
+        self.operations.append(Operation(self.phase, flops, traffic, half))
 
     def _add_block(self, size: int) -> Block:
         block = Block(size, self.phase, self._where(), "temporaries")
@@ -128,6 +151,17 @@ class FakeStepTracker(Tracker):
             self._has_workspace.add(in_backward)
             self._add_block(self.gpu.workspace)
 
+    def phase_peaks(self) -> dict[str, tuple[int, str]]:
+        """The most live bytes in each phase, and the module where."""
+        peaks = dict.fromkeys(PHASES, (0, ""))
+        live = 0
+        for (block, created), phase in zip(self.events, self.phases, strict=True):
+            if not block.host:
+                live += round_up(block.nbytes) if created else -round_up(block.nbytes)
+                if live > peaks[phase][0]:
+                    peaks[phase] = (live, block.where)
+        return {phase: (size, self._module_name(where)) for phase, (size, where) in peaks.items()}
+
     def _step_ends(self, optimizer, args, kwargs) -> None:
         super()._step_ends(optimizer, args, kwargs)
         if self.gpu is None:
@@ -139,6 +173,9 @@ class FakeStepTracker(Tracker):
                 step = optimizer.state.get(parameter, {}).get("step")
                 if isinstance(step, torch.Tensor):
                     self._refs[step.untyped_storage()._cdata].block.host = True
+
+
+NO_WORK = {aten.detach.default, aten.empty.memory_format, aten.empty_like.default}
 
 
 def _no_flops(*args, **kwargs) -> int:
@@ -290,6 +327,7 @@ def _live_bytes(tracker: Tracker, start: int, live: int) -> int:
 
 
 MOST_STEPS = 4
+ACCURACY = 0.005  # of a prediction, relative: what published measurements show
 
 
 @dataclass
@@ -299,7 +337,8 @@ class Prediction:
     peak_allocated and peak_reserved: as torch's CUDA caching allocator defines them; reserved is
     None for a CPU. split: the peak by part (see `helpers.memory.PARTS`; buffers are counted with
     the parameters, input batches with the activations, cuBLAS's workspace with the temporaries).
-    peak_phase, peak_module: where the peak lies. host: most bytes of activations kept on the host.
+    phase_peaks: most bytes in each phase. peak_phase, peak_module: where the peak lies; among phases
+    within ACCURACY of it the last one in the step, since no change to the others would lower it. host: most bytes of activations kept on the host.
     context: what the GPU holds beside torch's memory, as stated by `gpu` or given; device_used is
     reserved and context together. flops: of one optimizer step over the whole batch;
     recompute_flops: the share of them that repeats forward passes.
@@ -314,9 +353,10 @@ class Prediction:
     host: int
     flops: float
     recompute_flops: float
-    work: Work
+    phase_peaks: dict[str, int]
     seconds: float
-    tracker: Tracker = field(repr=False)
+    share: float = field(repr=False)
+    tracker: FakeStepTracker = field(repr=False)
     trace: list[tuple[int, int]] = field(repr=False)
     expandable_segments: bool = False
     notes: dict[str, str] = field(default_factory=dict)
@@ -350,6 +390,10 @@ class Prediction:
         """Whether the step runs on a card of `memory` bytes, its context taken off."""
         return self.replay(memory - self.context, expandable_segments).failed_at is None
 
+    def step_seconds(self, gpu: Gpu) -> float:
+        """Estimated time of one optimizer step on `gpu`, to rank recipes by."""
+        return estimated_seconds(self.tracker.operations, self.share, gpu)
+
     def to_json(self) -> dict[str, Any]:
         """The numbers under the names that the command line prints."""
 
@@ -365,6 +409,7 @@ class Prediction:
             "context_mib": mib(self.context),
             **parts,
             "host_mib": mib(self.host),
+            "phase_peaks_mib": {phase: mib(size) for phase, size in self.phase_peaks.items()},
             "peak_phase": self.peak_phase,
             "peak_module": self.peak_module,
             "flops": self.flops,
@@ -442,10 +487,8 @@ def _run_steps(
     with tracker:
         live, start = 0, 0
         for _ in range(MOST_STEPS):
-            tracker.work = Work()
-            train_step(
-                model, batch, loss_fn, optimizer, recipe, scaler, to_device=to_device
-            )
+            tracker.operations.clear()
+            train_step(model, batch, loss_fn, optimizer, recipe, scaler, to_device=to_device)
             before, live = live, _live_bytes(tracker, start, live)
             start = len(tracker.events)
             if before == live:
@@ -466,29 +509,28 @@ def _fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _summarise(tracker, share, gpu, context, expandable_segments, on_cuda, started) -> Prediction:
     peak = tracker.peak()
     trace = _trace(tracker)
-    work = Work(
-        {phase: flops if phase == "optimizer" else flops / share for phase, flops in tracker.work.flops.items()},
-        dict(tracker.work.traffic),
-    )
-    notes = {}
-    if not on_cuda:
-        notes["peak_reserved"] = "a CPU has no caching allocator"
+    flops = dict.fromkeys(PHASES, 0.0)
+    for operation in tracker.operations:
+        flops[operation.phase] += operation.flops
+    phase_peaks = tracker.phase_peaks()
+    phase = [name for name in PHASES if phase_peaks[name][0] >= (1 - ACCURACY) * peak.bytes][-1]
     return Prediction(
         peak_allocated=peak.bytes,
         peak_reserved=replay(trace, None, expandable_segments).peak_reserved if on_cuda else None,
         context=(gpu.context_mib * MIB if context is None else context) if on_cuda else 0,
         split=peak.split,
-        peak_phase=peak.phase,
-        peak_module=peak.module,
+        peak_phase=phase,
+        peak_module=phase_peaks[phase][1],
+        phase_peaks={name: size for name, (size, _) in phase_peaks.items()},
         host=_host_peak(tracker),
-        flops=sum(work.flops.values()),
-        recompute_flops=work.flops["recompute"],
-        work=work,
+        flops=sum(f if name == "optimizer" else f / share for name, f in flops.items()),
+        recompute_flops=flops["recompute"] / share,
         seconds=time.perf_counter() - started,
+        share=share,
         tracker=tracker,
         trace=trace,
         expandable_segments=expandable_segments,
-        notes=notes,
+        notes={} if on_cuda else {"peak_reserved": "a CPU has no caching allocator"},
     )
 
 
