@@ -88,11 +88,14 @@ def private_kernel(runs: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         spec = Path(folder, "kernels", "this-python", "kernel.json")
         spec.parent.mkdir(parents=True)
-        # Threads that wait sleep: spinning ones collapse when anything else wants a core. Frozen
-        # modules are no concern without a debugger, which warns of them at every start.
-        env = {"OMP_WAIT_POLICY": "passive", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        env = {name: os.environ.get(name, value) for name, value in env.items()}
-        env["TUTORIAL_RUNS"] = str(runs.absolute())
+        env = {
+            # Threads that wait sleep: spinning ones collapse when anything else wants a core.
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+            # Frozen modules matter to a debugger only, which warns of them at every start.
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+            "TQDM_DISABLE": "1",  # nobody watches the bars
+            "TUTORIAL_RUNS": str(runs.absolute()),
+        }
         spec.write_text(json.dumps({**get_kernel_dict(), "env": env}))
         before = os.environ.get("JUPYTER_PATH")
         os.environ["JUPYTER_PATH"] = folder if before is None else folder + os.pathsep + before

@@ -20,7 +20,9 @@ FLOORS = {
     "notebook": 2,
     "train": 1,
     "allocator": 1,
+    "cuda": 1,
     "data": 0,
+    "distributed": 0,
     "models": 0,
     "memory": 0,
     "snapshot": 0,
@@ -151,3 +153,9 @@ def test_unpublished_address_can_be_read():
         (ROOT / "pyproject.toml").read_text(),
         flags=re.MULTILINE,
     )
+
+
+@pytest.mark.parametrize("block", ["result-table", "notebooks", "disk-space", "claims"])
+def test_readme_has_the_generated_blocks(block):
+    text = (ROOT / "README.md").read_text()
+    assert text.count(f"<!-- {block}:start -->") == text.count(f"<!-- {block}:end -->") == 1
