@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from PIL import Image
 
 from helpers.memory import MIB, PARTS, Timeline
 
@@ -50,7 +51,10 @@ class Picture:
         FigureCanvasAgg(self.figure)
         buffer = io.BytesIO()
         self.figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-        return buffer.getvalue()
+        # A palette of 256 colours is enough for these figures, and a third of the bytes.
+        smaller = io.BytesIO()
+        Image.open(buffer).convert("RGB").quantize().save(smaller, "png", optimize=True)
+        return smaller.getvalue()
 
     def save(self, path: str | Path) -> None:
         """Write the picture to a PNG file."""
@@ -76,7 +80,7 @@ def _axes(
     return figure, axes
 
 
-_with_commas = FuncFormatter(lambda value, _: f"{value:,.0f}")
+_with_commas = FuncFormatter(lambda value, _: f"{value:,g}")
 
 
 def plot_timeline(timeline: Timeline, title: str = "") -> Picture:
@@ -200,7 +204,7 @@ def _bar_panel(ax, values, form, name, colour, split=None) -> None:
         )
     ax.set_xlim(0, 1.2 * max(known, default=0) or 1)
     ax.set_xlabel(name)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ax.xaxis.set_major_formatter(_with_commas)
     ax.xaxis.set_major_locator(MaxNLocator(5))
 
 
