@@ -1035,6 +1035,8 @@ def measure_step(
     arguments = (model_fn, batch_fn, loss_fn, recipe, optimizer_fn, steps, repeats, seed, target)
     if target.type != "cuda":
         return _measure_step(*arguments)
+    gc.collect()
+    torch.cuda.empty_cache()  # what this process keeps in reserve, the other one cannot have
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure_step, *arguments).result()
 
