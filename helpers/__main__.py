@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from helpers.notebook import (
     describe_machine,
     format_value,
     resolve_profile,
+    set_seed,
 )
 
 CELL_TIMEOUT = 1800  # seconds; the longest cells train for minutes on two cores
@@ -417,9 +419,225 @@ def report_command(options: argparse.Namespace) -> None:
     print("README.md holds the results of the last run.")
 
 
+# --- Predicting ----------------------------------------------------------------------------
+
+# helpers.predict and helpers.catalogue are imported in the commands: with torch they take seconds.
+
+OPTIMIZER_NAMES = (
+    "sgd", "momentum", "adam", "adamw", "adamw-fused", "adamw-forloop", "adafactor"
+)  # fmt: skip
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Options that say what is trained."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a torchvision or Hugging Face name, a folder or config.json, or module:function",
+    )
+    parser.add_argument("--image-size", type=int, metavar="P", help="pixels a side (224)")
+    parser.add_argument("--seq-len", type=int, metavar="L", help="tokens a text (512)")
+    parser.add_argument("--num-labels", type=int, metavar="K", help="outputs of a classifier")
+    parser.add_argument("--attention", choices=("sdpa", "eager"))
+    parser.add_argument("--freeze", metavar="PATTERN", help="parameters not to train: *embeddings*")
+    parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="batch for a model function")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_predict(commands) -> None:
+    parser = commands.add_parser(
+        "predict", help="the peak memory that a training step would take on a GPU"
+    )
+    add_workload(parser)
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="micro-batch (8)")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches (1)")
+    parser.add_argument("--optimizer", choices=OPTIMIZER_NAMES, default="adamw")
+    parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
+    parser.add_argument("--optimizer-in-backward", action="store_true")
+    parser.add_argument("--amp", choices=("fp16", "bf16"), help="autocast")
+    parser.add_argument("--no-amp-cache", action="store_true", help="autocast keeps no half weights")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), help="weights in half precision")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="HOW",
+        help="what is recomputed: a number of segments, pools, layers, layers/2, selective, or "
+        "ranges of a sequence such as 0-5,7-9",
+    )
+    parser.add_argument("--clip-norm", type=float, metavar="NORM")
+    parser.add_argument("--offload", action="store_true", help="activations in host memory")
+    parser.add_argument("--zero-grad", choices=("none", "zero"), default="none")
+    parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel's buckets too")
+    parser.add_argument("--gpu", help='a card such as T4, or a size such as "11 GiB"')
+    parser.add_argument("--context", type=int, metavar="MIB", help="the CUDA context, if known")
+    parser.add_argument("--expandable-segments", action="store_true")
+    parser.set_defaults(function=predict_command)
+
+
+def predict_command(options: argparse.Namespace) -> None:
+    """Print what one training step would take."""
+    from helpers.catalogue import find_workload, parse_checkpoint
+    from helpers.cuda import find_gpu
+    from helpers.predict import DEFAULT_GPU, predict, predict_workload
+    from helpers.train import Recipe
+
+    recipe = Recipe(
+        amp=options.amp or "off",
+        accumulate=options.accumulate,
+        checkpoint=parse_checkpoint(options.checkpoint),
+        clip_norm=options.clip_norm,
+        optimizer_in_backward=options.optimizer_in_backward,
+        offload=options.offload,
+        amp_cache=not options.no_amp_cache,
+        set_to_none=options.zero_grad == "none",
+    )
+    gpu = find_gpu(options.gpu) if options.gpu else None
+    workload = find_workload(
+        options.model,
+        num_labels=options.num_labels,
+        image_size=options.image_size,
+        seq_len=options.seq_len,
+        attention=options.attention,
+        dtype=options.dtype,
+        freeze=options.freeze,
+        batch=options.batch,
+    )
+    prediction = predict_workload(
+        workload,
+        options.batch_size,
+        recipe,
+        None if options.no_optimizer else options.optimizer,
+        gpu=gpu or DEFAULT_GPU,
+        context=None if options.context is None else options.context * 1024**2,
+        expandable_segments=options.expandable_segments,
+        ddp=options.ddp,
+    )
+    if options.json:
+        print(json.dumps(prediction.to_json(), indent=2))
+        return
+    batch = f"batch {options.batch_size}"
+    if options.accumulate > 1:
+        batch += f" x {options.accumulate}"
+    optimizer = "no optimizer" if options.no_optimizer else options.optimizer
+    print(f"{workload.title}, {batch}, {optimizer}, {recipe.name}: predicted, not measured")
+    print(prediction.text())
+    if gpu is not None:
+        verdict = "fits" if prediction.fits(gpu.memory_mib * 1024**2) else "does not fit"
+        print(f"{verdict} a card of {gpu.memory_mib:,} MiB ({gpu.name})")
+
+
 # --- The command line ----------------------------------------------------------------------
 
-COMMANDS = (add_run, add_report)
+# --- Training from the command line, also through torchrun -----------------------------------
+
+
+def add_train(commands) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train one of the two tasks; through torchrun on several GPUs or processes",
+        description="Train and print one line an epoch. On several GPUs: torchrun "
+        "--nproc-per-node=2 -m helpers train cats-dogs; the batch is shared by the processes.",
+    )
+    add = parser.add_argument
+    add("task", choices=("cats-dogs", "comments"))
+    add("--data", metavar="DIR", help="photos, or the competition's files (default: the sample)")
+    add("--model", default="xlm-roberta-base", help="comments: hub name, folder or size (small)")
+    add("--width", type=float, default=1.0, help="cats-dogs: scales VGG16's channels")
+    add("--image-size", type=int, default=224, metavar="P", help="cats-dogs: pixels a side")
+    add("--seq-len", type=int, default=192, metavar="L", help="comments: longest text in tokens")
+    add("--limit", type=int, metavar="N", help="train on the first N samples only")
+    add("--epochs", type=int, default=1)
+    add("--batch-size", type=int, default=32, metavar="N", help="of all processes together")
+    add("--optimizer", choices=OPTIMIZER_NAMES, default="adamw")
+    add("--lr", type=float, default=1e-4, help="learning rate")
+    add("--dropout", type=float, metavar="P", help="of every dropout layer (default: the model's)")
+    add("--amp", choices=("off", "fp16", "bf16"), default="off")
+    add("--accumulate", type=int, default=1, metavar="K", help="micro-batches per process")
+    add("--checkpoint", metavar="HOW", help="segments, pools, layers, layers/2, selective")
+    add("--clip-norm", type=float, metavar="X")
+    add("--save", metavar="DIR", help="keep weights and a snapshot to go on from")
+    add("--resume", action="store_true", help="go on from the snapshot in --save")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=300, help="seconds to wait for another process")
+    parser.set_defaults(function=train_command)
+
+
+def train_command(options: argparse.Namespace) -> None:
+    """Train in this process, or together with those that torchrun started."""
+    from torch import nn
+
+    from helpers.distributed import (
+        distribute,
+        process_count,
+        process_group,
+        process_rank,
+        shard,
+    )
+    from helpers.train import Recipe, build_optimizer, make_optimizer, train
+
+    how = options.checkpoint
+    recipe = Recipe(
+        amp=options.amp,
+        accumulate=options.accumulate,
+        checkpoint=int(how) if how is not None and how.isdigit() else how,
+        clip_norm=options.clip_norm,
+    )
+    with process_group(options.timeout) as device:
+        set_seed(options.seed)  # the same weights in every process
+        model, train_loader, val_loader, task = _task_parts(options)
+        for module in model.modules():
+            if options.dropout is not None and isinstance(module, nn.Dropout):
+                module.p = options.dropout
+        model = distribute(model, device)
+        set_seed(options.seed + process_rank(model))  # other dropout masks in each process
+        optimizer_fn = partial(make_optimizer, options.optimizer, lr=options.lr)
+        results = train(
+            model,
+            shard(train_loader),
+            shard(val_loader),
+            task,
+            build_optimizer(model, optimizer_fn, recipe),
+            epochs=options.epochs,
+            recipe=recipe,
+            evaluate_train=False,
+            save_dir=options.save,
+            resume=options.resume,
+        )
+        if process_rank(model) == 0:
+            columns = ["epoch", "train_loss", "val_loss", "val_score", "steps", "seconds"]
+            rows = [{name: getattr(result, name) for name in columns} for result in results]
+            print(f"{describe_machine()}; {process_count(model)} process(es); {recipe.name}")
+            print(Table(rows, columns))
+
+
+def _task_parts(options: argparse.Namespace) -> tuple:
+    """Model, loaders and task as the command line says."""
+    from helpers.data import cats_vs_dogs, comment_texts, jigsaw
+    from helpers.models import vgg16, xlmr
+    from helpers.train import CATS_DOGS, COMMENTS
+
+    if options.task == "cats-dogs":
+        data = cats_vs_dogs(
+            data_root(options.data),
+            image_size=options.image_size,
+            batch_size=options.batch_size,
+            seed=options.seed,
+            train_limit=options.limit,
+        )
+        return vgg16(len(data.classes), options.width), data.train, data.val, CATS_DOGS
+    root = data_root(options.data)
+    parts = xlmr(options.model, texts=comment_texts(root), seed=options.seed)
+    data = jigsaw(
+        root,
+        tokenizer=parts.tokenizer,
+        max_length=options.seq_len,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        train_limit=options.limit,
+    )
+    return parts.model, data.train, data.val, COMMENTS
+
+
+COMMANDS = (add_run, add_report, add_train, add_predict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -168,7 +168,8 @@ class Tracker(TorchDispatchMode):
     def register_model(self, model: nn.Module) -> None:
         """Count the model's parameters, buffers and gradients from now on, and learn its names."""
         for name, module in model.named_modules():
-            self._names[id(module)] = name or type(module).__name__
+            kind = type(module).__name__
+            self._names[id(module)] = f"{name} ({kind})" if name.isdigit() else name or kind
         for parameter in model.parameters():
             self._parameters.append(weakref.ref(parameter))
             self._see(parameter, "parameters")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 import sys
 import time
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from helpers.allocator import Replay, replay
+from helpers.catalogue import Workload
 from helpers.cuda import (
     HALF_TYPES,
     MATRIX_PRODUCTS,
@@ -43,9 +45,17 @@ from helpers.cuda import (
     Stack,
     cuda_kernels,
     embedding_temporaries,
-    find_gpu,
 )
-from helpers.memory import MIB, PARTS, Block, Timeline, Tracker, _tensors, round_up
+from helpers.memory import (
+    MIB,
+    PARTS,
+    Block,
+    Timeline,
+    Tracker,
+    _tensors,
+    format_mib,
+    round_up,
+)
 from helpers.train import (
     Batch,
     LossFunction,
@@ -54,6 +64,7 @@ from helpers.train import (
     batch_size,
     build_optimizer,
     check_recipe,
+    make_optimizer,
     split_batch,
     train_step,
 )
@@ -63,7 +74,7 @@ aten = torch.ops.aten
 # --- The step on fake tensors --------------------------------------------------------------
 
 
-class PredictionError(RuntimeError):
+class PredictionError(ValueError):
     """The step cannot be predicted; the message names the line of the user's code."""
 
 
@@ -120,7 +131,7 @@ class FakeStepTracker(Tracker):
             if func in MATRIX_PRODUCTS and self._manages_workspace:
                 self._take_workspace()
             elif func is aten.embedding_dense_backward.default:
-                blocks = [self._add_block(size) for size in embedding_temporaries(*args)]
+                blocks = [self.add_block(size, "temporaries") for size in embedding_temporaries(*args)]
                 for block in blocks:
                     self._add_event(block, False)
         return result
@@ -139,8 +150,9 @@ class FakeStepTracker(Tracker):
         flops = formula(*args, **kwargs, out_val=result)
         self.operations.append(Operation(self.phase, flops, traffic, half))
 
-    def _add_block(self, size: int) -> Block:
-        block = Block(size, self.phase, self._where(), "temporaries")
+    def add_block(self, size: int, part: str) -> Block:
+        """Memory of `size` bytes that no tensor holds."""
+        block = Block(size, self.phase, self._where(), part)
         self._add_event(block, True)
         return block
 
@@ -149,7 +161,7 @@ class FakeStepTracker(Tracker):
         in_backward = self.phase in ("backward", "recompute")
         if in_backward not in self._has_workspace:
             self._has_workspace.add(in_backward)
-            self._add_block(self.gpu.workspace)
+            self.add_block(self.gpu.workspace, "temporaries")
 
     def phase_peaks(self) -> dict[str, tuple[int, str]]:
         """The most live bytes in each phase, and the module where."""
@@ -309,6 +321,22 @@ def _register_in_order_of_moving(tracker: Tracker, model: nn.Module) -> None:
     tracker.register_model(model)
 
 
+def ddp_buckets(model: nn.Module) -> list[int]:
+    """Sizes of the buckets in which DistributedDataParallel sums gradients over processes, in bytes.
+
+    Parameters are taken from the last to the first; the first bucket closes at 1 MiB, the others
+    at 25 MiB (torch's defaults). The gradients exist beside them.
+    """
+    buckets: list[int] = []
+    size, limit = 0, MIB
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        size += parameter.nbytes
+        if size >= limit:
+            buckets.append(size)
+            size, limit = 0, 25 * MIB
+    return [*buckets, size] if size else buckets
+
+
 def _two_micro_batches(batch: Batch, recipe: Recipe) -> tuple[Batch, Recipe, float]:
     """A batch of two micro-batches that peaks like all of them, and its share of the samples."""
     pieces = split_batch(batch, recipe.accumulate)
@@ -394,6 +422,24 @@ class Prediction:
         """Estimated time of one optimizer step on `gpu`, to rank recipes by."""
         return estimated_seconds(self.tracker.operations, self.share, gpu)
 
+    def text(self) -> str:
+        """The numbers for people, a line each."""
+        split = ", ".join(f"{part} {format_mib(self.split[part])}" for part in PARTS)
+        place = f"{self.peak_phase} pass" if self.peak_phase != "optimizer" else "optimizer step"
+        lines = [
+            f"peak allocated   {format_mib(self.peak_allocated)}",
+            f"  of which       {split}",
+            f"  in the         {place}" + (f", {self.peak_module}" if self.peak_module else ""),
+            f"peak reserved    {format_mib(self.peak_reserved)}",
+            f"device used      {format_mib(self.device_used)}"
+            f" (reserved and a CUDA context of {format_mib(self.context)}, which is an assumption)",
+            f"arithmetic       {self.flops / 1e12:,.2f} TFLOP a step"
+            f", of which {self.recompute_flops / 1e12:,.2f} recomputed",
+        ]
+        if self.host:
+            lines.append(f"host memory      {format_mib(self.host)} of activations")
+        return "\n".join(lines)
+
     def to_json(self) -> dict[str, Any]:
         """The numbers under the names that the command line prints."""
 
@@ -432,6 +478,7 @@ def predict(
     gpu: Gpu = DEFAULT_GPU,
     context: int | None = None,
     expandable_segments: bool = False,
+    ddp: bool = False,
     stack: Stack = TODAY,
 ) -> Prediction:
     """Predict the memory of `train_step(model_fn(), batch_fn(), loss_fn, ...)` on a GPU.
@@ -439,8 +486,9 @@ def predict(
     The arguments are those of `helpers.train.measure_step`, which does it for real. model_fn and
     batch_fn build on the CPU, as usual; they are called with fake tensors switched on, so weights
     of any size take no memory. optimizer_fn(params) makes the optimizer; None leaves the update
-    out. device="cpu" predicts what `helpers.memory.measure` would read on a CPU. stack: as an older
-    torch would do it, see `torch_stack`.
+    out. device="cpu" predicts what `helpers.memory.measure` would read on a CPU. gpu: the card, for
+    its context (or `context`, in bytes) and its kernels. ddp: with the buckets of
+    DistributedDataParallel. stack: as an older torch would do it, see `helpers.cuda.torch_stack`.
 
     Raises PredictionError where the model or the loss must know the data to decide something.
     """
@@ -460,13 +508,61 @@ def predict(
                 enter(_foreach_as_on_cuda())
             enter(_replaced(torch.autograd.graph, "save_on_cpu", _save_on_host(tracker)))
         share = _run_steps(
-            tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn or NoUpdate, on_cuda
+            tracker,
+            fake_mode,
+            model_fn,
+            batch_fn,
+            loss_fn,
+            recipe,
+            optimizer_fn or NoUpdate,
+            on_cuda,
+            ddp,
         )
     return _summarise(tracker, share, gpu, context, expandable_segments, on_cuda, started)
 
 
+def predict_workload(
+    workload: Workload,
+    micro_batch: int,
+    recipe: Recipe = Recipe(),
+    optimizer: str | None = "adamw",
+    **options: Any,
+) -> Prediction:
+    """`predict` for a model of the catalogue: `recipe.accumulate` micro-batches of `micro_batch`.
+
+    optimizer: a name that `make_optimizer` knows, or None. Raises ValueError if the model cannot
+    take such a batch.
+    """
+    if micro_batch < 1:
+        raise ValueError(f"batch size {micro_batch}: expected 1 or more")
+    if optimizer is None and recipe.optimizer_in_backward:
+        raise ValueError("an optimizer step in the backward pass needs an optimizer")
+    try:
+        return predict(
+            workload.model_fn,
+            partial(workload.batch_fn, micro_batch * recipe.accumulate),
+            workload.loss_fn,
+            recipe,
+            optimizer and partial(make_optimizer, optimizer, lr=1e-3),
+            **options,
+        )
+    except (RuntimeError, AssertionError, IndexError, TypeError) as error:
+        if not _raised_in_forward(error):
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{workload.title}: a batch of {micro_batch} does not go through the model: {reason[0]}"
+        ) from error
+
+
+def _raised_in_forward(error: Exception) -> bool:
+    """Whether the error comes out of a module's forward pass and not out of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "_call_impl" for frame in frames)
+
+
 def _run_steps(
-    tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn, on_cuda
+    tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn, on_cuda, ddp
 ) -> float:
     """Steps until the memory held between them is steady; returns the share of the batch that ran."""
     model = _build_model(model_fn)
@@ -484,6 +580,9 @@ def _run_steps(
     else:
         _see_all(tracker, batch)
     _register_in_order_of_moving(tracker, model)
+    if ddp:
+        for size in ddp_buckets(model):
+            tracker.add_block(size, "gradients")
     with tracker:
         live, start = 0, 0
         for _ in range(MOST_STEPS):
@@ -555,6 +654,9 @@ def _host_peak(tracker: Tracker) -> int:
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
     """Name the user's line when it asks a fake tensor for its data."""
+    # torch logs a traceback for every shape that does not fit; the error itself says as much.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -564,6 +666,8 @@ def _explained() -> Iterator[None]:
             f"({error.func}), and a prediction has shapes only. Compute it outside the step, or "
             "make the shape not depend on data."
         ) from error
+    finally:
+        log.disabled = disabled
 
 
 def _user_frame(error: Exception) -> traceback.FrameSummary:

@@ -21,6 +21,7 @@ FLOORS = {
     "train": 1,
     "allocator": 1,
     "cuda": 1,
+    "catalogue": 1,
     "data": 0,
     "distributed": 0,
     "models": 0,
