@@ -455,7 +455,7 @@ def add_predict(commands) -> None:
     parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
     parser.add_argument("--optimizer-in-backward", action="store_true")
     parser.add_argument("--amp", choices=("fp16", "bf16"), help="autocast")
-    parser.add_argument("--no-amp-cache", action="store_true", help="autocast keeps no half weights")
+    parser.add_argument("--no-amp-cache", action="store_true", help="keep no half weights")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), help="weights in half precision")
     parser.add_argument(
         "--checkpoint",
@@ -477,7 +477,7 @@ def predict_command(options: argparse.Namespace) -> None:
     """Print what one training step would take."""
     from helpers.catalogue import find_workload, parse_checkpoint
     from helpers.cuda import find_gpu
-    from helpers.predict import DEFAULT_GPU, predict, predict_workload
+    from helpers.predict import DEFAULT_GPU, predict_workload
     from helpers.train import Recipe
 
     recipe = Recipe(

@@ -10,7 +10,8 @@ goes back to the driver until a request cannot be met otherwise.
 import bisect
 from dataclasses import dataclass
 
-MIB = 1024**2
+from helpers.memory import MIB
+
 MIN_BLOCK = 512
 SMALL_SIZE = MIB  # largest request that is served from small segments
 SMALL_BUFFER = 2 * MIB
@@ -150,7 +151,13 @@ class CachingAllocator:
 
     def _split(self, chunk: Chunk, size: int) -> Chunk:
         rest = Chunk(
-            chunk.address + size, chunk.size - size, chunk.pool, False, chunk.mapped, chunk, chunk.next
+            chunk.address + size,
+            chunk.size - size,
+            chunk.pool,
+            False,
+            chunk.mapped,
+            chunk,
+            chunk.next,
         )
         if chunk.next is not None:
             chunk.next.previous = rest

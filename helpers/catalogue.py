@@ -53,7 +53,10 @@ ROBERTA = dict(
 )
 XLM_ROBERTA = ROBERTA | dict(vocab_size=250002)
 VIT_LARGE = BERT_LARGE
-CLASSIFIER, IMAGE_CLASSIFIER = "AutoModelForSequenceClassification", "AutoModelForImageClassification"
+CLASSIFIER, IMAGE_CLASSIFIER = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForImageClassification",
+)
 CAUSAL, SEQ2SEQ = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
 
 
@@ -386,7 +389,7 @@ def _pixel_values(channels: int, size: int, num_labels: int, batch_size: int):
 
 
 def transformers_loss(one_logit: bool, model: nn.Module, batch: dict[str, torch.Tensor]):
-    """The model's own loss, or binary cross-entropy for one logit, where its own would be squared."""
+    """The model's own loss; for one logit, where that would be squared, binary cross-entropy."""
     if not one_logit:
         return model(**batch).loss
     inputs = {key: value for key, value in batch.items() if key != "labels"}
@@ -399,8 +402,8 @@ def transformers_loss(one_logit: bool, model: nn.Module, batch: dict[str, torch.
 def parse_checkpoint(text: str | None) -> Checkpoint:
     """What `helpers.models.checkpointing` takes, from the command line.
 
-    A number of segments, the name of a form ("pools", "layers", "layers/2", "selective"), or ranges of
-    children such as "0-5,7-9", with "x4" behind a range for four chunks of the batch.
+    A number of segments, the name of a form ("pools", "layers", "layers/2", "selective"), or ranges
+    of children such as "0-5,7-9", with "x4" behind a range for four chunks of the batch.
     """
     if text is None or text.isdigit():
         return None if text is None else int(text)
@@ -411,8 +414,8 @@ def parse_checkpoint(text: str | None) -> Checkpoint:
         match = re.fullmatch(r"(\d+)-(\d+)(?:x(\d+))?", part)
         if match is None:
             raise ValueError(
-                f"--checkpoint {text}: expected a number, pools, layers, selective or ranges such as "
-                "0-5,7-9 (with x4 behind one for four chunks of the batch)"
+                f"--checkpoint {text}: expected a number, pools, layers, selective or ranges "
+                "such as 0-5,7-9 (with x4 behind one for four chunks of the batch)"
             )
         ranges.append(tuple(int(number) for number in match.groups() if number is not None))
     return tuple(ranges)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +45,10 @@ class Gpu:
 
 
 # The CUDA context: the driver's own memory and the kernels that have been loaded. Since CUDA 11.7
-# kernels are loaded when they are first used: 274 MiB after one tensor (pytorch#86509), 426 MiB on an
-# RTX 6000 Ada with torch 2.10 (unsloth-zoo#1053), and more with every library that runs, so 500 is
-# a guess on the safe side. Before 11.7 all were loaded at once: 1,343 MiB on a V100 with CUDA 11.2 (Hugging
-# Face's guide "Efficient training on a single GPU").
+# kernels are loaded when they are first used: 274 MiB after one tensor (pytorch#86509), 426 MiB on
+# an RTX 6000 Ada with torch 2.10 (unsloth-zoo#1053), and more with every library that runs, so 500
+# is a guess on the safe side. Before 11.7 all were loaded at once: 1,343 MiB on a V100 with CUDA
+# 11.2 (Hugging Face's guide "Efficient training on a single GPU").
 CONTEXT_MIB = {"CUDA 11.7 and later": 500, "before CUDA 11.7": 1343}
 
 _HOPPER_WORKSPACE = 32 * 1024**2  # torch asks for more where the compute capability is 9.0
@@ -93,7 +93,7 @@ def find_gpu(name: str) -> Gpu:
         if mib >= 1:
             return Gpu(f"{float(size[1]):g} {size[2][0].upper()}iB", round(mib))
     for known, gpu in GPUS.items():
-        if _plain(known) == _plain(name):
+        if _bare_name(known) == _bare_name(name):
             return gpu
     raise ValueError(
         f"no card or size {name!r}: expected a size such as '11 GiB' or '6000 MiB' "
@@ -101,7 +101,7 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def _plain(name: str) -> str:
+def _bare_name(name: str) -> str:
     return re.sub(r"[\s_-]|nvidia|geforce|tesla|gtx|rtx", "", name.lower()) or name.lower()
 
 
@@ -172,7 +172,12 @@ AUTOCAST_FLOAT32_RESULT = (
 AUTOCAST_WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 ).split()
-AUTOCAST_HALF = ("prelu", "addmv", "addr", "mv")  # on CUDA's list of half operations, not on the CPU's
+AUTOCAST_HALF = (
+    "prelu",
+    "addmv",
+    "addr",
+    "mv",
+)  # on CUDA's list of half operations, not on the CPU's
 HALF_TYPES = (torch.float16, torch.bfloat16)
 AUTOCAST_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -223,7 +228,9 @@ def _with_float32_result(operation):
 
 def _in_widest_type(operation):
     def kernel(*args, **kwargs):
-        floats = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        floats = [
+            t for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.is_floating_point()
+        ]
         widest = torch.float32 if any(t.dtype == torch.float32 for t in floats) else floats[0].dtype
         with without_autocast():
             return operation(*_cast(args, widest), **kwargs)
@@ -299,7 +306,15 @@ def _attention(flash: bool, flash_version: int):
     """CUDA's choice among the kernels of scaled_dot_product_attention."""
 
     def attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        *,
+        scale=None,
+        enable_gqa=False,
     ):
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive_mask(attn_mask, query.dtype)
@@ -423,5 +438,3 @@ def embedding_temporaries(grad, indices, num_weights, padding_idx, scale_grad_by
     per_segment = [min(numel, num_weights) * index_size] * 2
     sums = groups * grad.size(-1) * max(4, grad.element_size())
     return [*per_index, *per_segment, groups * index_size, sums]
-
-

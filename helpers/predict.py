@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # FakeTensorMode needs it; loaded here so that no prediction's time includes it
+import torch._dynamo  # FakeTensorMode loads it: not in the time of a prediction
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -43,6 +43,7 @@ from helpers.cuda import (
     TODAY,
     Gpu,
     Stack,
+    aten,
     cuda_kernels,
     embedding_temporaries,
 )
@@ -68,8 +69,6 @@ from helpers.train import (
     split_batch,
     train_step,
 )
-
-aten = torch.ops.aten
 
 # --- The step on fake tensors --------------------------------------------------------------
 
@@ -131,7 +130,9 @@ class FakeStepTracker(Tracker):
             if func in MATRIX_PRODUCTS and self._manages_workspace:
                 self._take_workspace()
             elif func is aten.embedding_dense_backward.default:
-                blocks = [self.add_block(size, "temporaries") for size in embedding_temporaries(*args)]
+                blocks = [
+                    self.add_block(size, "temporaries") for size in embedding_temporaries(*args)
+                ]
                 for block in blocks:
                     self._add_event(block, False)
         return result
@@ -157,7 +158,7 @@ class FakeStepTracker(Tracker):
         return block
 
     def _take_workspace(self) -> None:
-        """cuBLAS keeps one workspace for each thread that uses it: the main and the backward one."""
+        """cuBLAS keeps a workspace for each thread that uses it: the main and the backward one."""
         in_backward = self.phase in ("backward", "recompute")
         if in_backward not in self._has_workspace:
             self._has_workspace.add(in_backward)
@@ -260,7 +261,7 @@ def _process_left_as_it_was() -> Iterator[None]:
     python, numpy, main = random.getstate(), np.random.get_state(), torch.get_rng_state()
     dtype = torch.get_default_dtype()
     autocast = torch.is_autocast_enabled("cpu")
-    # Autocast drops its copies of the weights when the outermost context is left: that must be ours.
+    # Autocast drops its copies of weights when the outermost context is left: it must be ours.
     depth = torch.autocast_increment_nesting() - 1
     for _ in range(depth + 1):
         torch.autocast_decrement_nesting()
@@ -298,8 +299,9 @@ def _convert_parameters(self: nn.Module, fn, recurse: bool = True):
 
 
 def _build_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    with _replaced(nn.Module, "_apply", _convert_parameters), _replaced(
-        nn.init, "trunc_normal_", lambda tensor, *args, **kwargs: tensor
+    with (
+        _replaced(nn.Module, "_apply", _convert_parameters),
+        _replaced(nn.init, "trunc_normal_", lambda tensor, *args, **kwargs: tensor),
     ):
         model = model_fn()
         if any(not isinstance(p, FakeTensor) for p in (*model.parameters(), *model.buffers())):
@@ -322,7 +324,7 @@ def _register_in_order_of_moving(tracker: Tracker, model: nn.Module) -> None:
 
 
 def ddp_buckets(model: nn.Module) -> list[int]:
-    """Sizes of the buckets in which DistributedDataParallel sums gradients over processes, in bytes.
+    """Sizes in bytes of the buckets in which DistributedDataParallel sums gradients.
 
     Parameters are taken from the last to the first; the first bucket closes at 1 MiB, the others
     at 25 MiB (torch's defaults). The gradients exist beside them.
@@ -365,8 +367,9 @@ class Prediction:
     peak_allocated and peak_reserved: as torch's CUDA caching allocator defines them; reserved is
     None for a CPU. split: the peak by part (see `helpers.memory.PARTS`; buffers are counted with
     the parameters, input batches with the activations, cuBLAS's workspace with the temporaries).
-    phase_peaks: most bytes in each phase. peak_phase, peak_module: where the peak lies; among phases
-    within ACCURACY of it the last one in the step, since no change to the others would lower it. host: most bytes of activations kept on the host.
+    phase_peaks: most bytes in each phase. peak_phase, peak_module: where the peak lies; among
+    phases within ACCURACY of it the last one in the step, since no change to the others would
+    lower it. host: most bytes of activations kept on the host.
     context: what the GPU holds beside torch's memory, as stated by `gpu` or given; device_used is
     reserved and context together. flops: of one optimizer step over the whole batch;
     recompute_flops: the share of them that repeats forward passes.
@@ -564,7 +567,7 @@ def _raised_in_forward(error: Exception) -> bool:
 def _run_steps(
     tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn, on_cuda, ddp
 ) -> float:
-    """Steps until the memory held between them is steady; returns the share of the batch that ran."""
+    """Steps until the memory held between them is steady; the share of the batch that ran."""
     model = _build_model(model_fn)
     check_recipe(recipe, model)
     optimizer = build_optimizer(model, optimizer_fn, recipe)
