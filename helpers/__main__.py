@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from helpers.fetch import SOURCES, fetch
 from helpers.notebook import (
     RESULT_COLUMNS,
     RESULT_MIME,
@@ -439,9 +440,26 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, metavar="L", help="tokens a text (512)")
     parser.add_argument("--num-labels", type=int, metavar="K", help="outputs of a classifier")
     parser.add_argument("--attention", choices=("sdpa", "eager"))
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), help="weights in half precision")
     parser.add_argument("--freeze", metavar="PATTERN", help="parameters not to train: *embeddings*")
     parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="batch for a model function")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def workload_of(options: argparse.Namespace):
+    """The model, batch and loss that `add_workload`'s options name."""
+    from helpers.catalogue import find_workload
+
+    return find_workload(
+        options.model,
+        num_labels=options.num_labels,
+        image_size=options.image_size,
+        seq_len=options.seq_len,
+        attention=options.attention,
+        dtype=options.dtype,
+        freeze=options.freeze,
+        batch=options.batch,
+    )
 
 
 def add_predict(commands) -> None:
@@ -456,7 +474,6 @@ def add_predict(commands) -> None:
     parser.add_argument("--optimizer-in-backward", action="store_true")
     parser.add_argument("--amp", choices=("fp16", "bf16"), help="autocast")
     parser.add_argument("--no-amp-cache", action="store_true", help="keep no half weights")
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), help="weights in half precision")
     parser.add_argument(
         "--checkpoint",
         metavar="HOW",
@@ -475,9 +492,9 @@ def add_predict(commands) -> None:
 
 def predict_command(options: argparse.Namespace) -> None:
     """Print what one training step would take."""
-    from helpers.catalogue import find_workload, parse_checkpoint
+    from helpers.catalogue import parse_checkpoint
     from helpers.cuda import find_gpu
-    from helpers.predict import DEFAULT_GPU, predict_workload
+    from helpers.predict import predict_workload
     from helpers.train import Recipe
 
     recipe = Recipe(
@@ -491,22 +508,13 @@ def predict_command(options: argparse.Namespace) -> None:
         set_to_none=options.zero_grad == "none",
     )
     gpu = find_gpu(options.gpu) if options.gpu else None
-    workload = find_workload(
-        options.model,
-        num_labels=options.num_labels,
-        image_size=options.image_size,
-        seq_len=options.seq_len,
-        attention=options.attention,
-        dtype=options.dtype,
-        freeze=options.freeze,
-        batch=options.batch,
-    )
+    workload = workload_of(options)
     prediction = predict_workload(
         workload,
         options.batch_size,
         recipe,
         None if options.no_optimizer else options.optimizer,
-        gpu=gpu or DEFAULT_GPU,
+        gpu=gpu,
         context=None if options.context is None else options.context * 1024**2,
         expandable_segments=options.expandable_segments,
         ddp=options.ddp,
@@ -521,8 +529,52 @@ def predict_command(options: argparse.Namespace) -> None:
     print(f"{workload.title}, {batch}, {optimizer}, {recipe.name}: predicted, not measured")
     print(prediction.text())
     if gpu is not None:
-        verdict = "fits" if prediction.fits(gpu.memory_mib * 1024**2) else "does not fit"
+        verdict = "fits" if prediction.fits_gpu else "does not fit"
         print(f"{verdict} a card of {gpu.memory_mib:,} MiB ({gpu.name})")
+
+
+# --- Real data -----------------------------------------------------------------------------
+
+
+def add_data(commands) -> None:
+    parser = commands.add_parser("data", help="download real photos or comments")
+    parser.add_argument("name", choices=SOURCES, metavar="NAME", help=", ".join(SOURCES))
+    parser.add_argument(
+        "folder", nargs="?", metavar="DIR", help="new or empty folder; otherwise downloads/NAME"
+    )
+    parser.set_defaults(function=data_command)
+
+
+def data_command(options: argparse.Namespace) -> int:
+    """Download, verify and unpack one kind of real data; Ctrl-C keeps what has come."""
+    try:
+        fetch(options.name, options.folder)
+    except KeyboardInterrupt:
+        print("Stopped; the same command goes on from here.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def add_plan(commands) -> None:
+    parser = commands.add_parser("plan", help="the fastest recipes that fit a GPU")
+    add_workload(parser)
+    parser.add_argument("--batch-size", type=int, required=True, metavar="N", help="whole batch")
+    parser.add_argument("--optimizer", choices=OPTIMIZER_NAMES, help="keep to this one")
+    parser.add_argument("--gpu", required=True, help='a card such as T4, or a size: "11 GiB"')
+    parser.set_defaults(function=plan_command)
+
+
+def plan_command(options: argparse.Namespace) -> int:
+    """Print recipes that fit, the fastest first; 1 if there is none."""
+    from helpers.predict import plan
+
+    workload = workload_of(options)
+    plans = plan(workload, options.batch_size, options.gpu, options.optimizer)
+    if options.json:
+        print(json.dumps(plans.to_json(), indent=2))
+    else:
+        print(plans.text(workload.title))
+    return 0 if plans.plans else 1
 
 
 # --- The command line ----------------------------------------------------------------------
@@ -637,7 +689,7 @@ def _task_parts(options: argparse.Namespace) -> tuple:
     return parts.model, data.train, data.val, COMMENTS
 
 
-COMMANDS = (add_run, add_report, add_train, add_predict)
+COMMANDS = (add_run, add_data, add_report, add_train, add_predict)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

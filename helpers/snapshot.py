@@ -152,9 +152,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def loader_generators(loader: Any) -> list[torch.Generator]:
     """The generators that a DataLoader and its samplers draw from, each once."""
-    owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     found: list[torch.Generator] = []
+    owners = [loader]
     for owner in owners:
+        inner = (getattr(owner, name, None) for name in ("sampler", "batch_sampler", "batches"))
+        owners += [part for part in inner if part is not None and part not in owners]
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and not any(generator is g for g in found):
             found.append(generator)

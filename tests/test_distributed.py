@@ -1,5 +1,12 @@
 """Processes that share batches: nothing lost or twice, and the weights of one process."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,3 +91,81 @@ def test_two_processes_train_like_one(tmp_path):
         assert (weights - expected).abs().max() < 1e-12
         for ours, other in zip(figures, theirs, strict=True):
             assert ours == pytest.approx(other, rel=1e-6)  # the loss is float32
+
+
+# --- torchrun --------------------------------------------------------------------------------
+
+TRAIN = "train comments --model tiny --seq-len 16 --limit 64 --batch-size 16 --dropout 0 --lr 1e-3"
+
+
+def torchrun(*arguments):
+    """`torchrun --nproc-per-node=2 -m helpers ...` in a session of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    return subprocess.Popen(
+        [*command, "-m", "helpers", *TRAIN.split(), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def running(process_ids=None, parent=None):
+    """Which of the processes run, of those given or of those that `parent` started (from /proc)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, its_parent, *_ = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        pid = int(path.parent.name)
+        wanted = int(its_parent) == parent if process_ids is None else pid in process_ids
+        if wanted and state != "Z":
+            found.append(pid)
+    return found
+
+
+def test_the_command_trains_alike_in_one_process_and_in_two(tmp_path):
+    alone = [sys.executable, "-m", "helpers", *TRAIN.split(), "--save", str(tmp_path / "one")]
+    subprocess.run(alone, check=True, capture_output=True)
+    job = torchrun("--accumulate", 2, "--checkpoint", "layers", "--save", tmp_path / "two")
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    assert "2 process(es)" in output and "Warning" not in output
+    weights = [
+        torch.load(tmp_path / name / "epoch_1.pt", weights_only=True) for name in ("one", "two")
+    ]
+    for name, tensor in weights[0].items():
+        assert (tensor - weights[1][name]).abs().max() < 1e-6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_process_that_is_gone_ends_the_job(tmp_path, sent):
+    job = torchrun("--epochs", 100_000, "--save", tmp_path, "--timeout", 10)
+    workers = []
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "snapshot.pt").exists():
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        workers = running(parent=job.pid)
+        assert len(workers) == 2
+        os.kill(max(workers), sent)
+        output, _ = job.communicate(timeout=100)
+        assert job.returncode != 0, output
+        assert running(workers) == []
+    finally:
+        for pid in running([job.pid, *workers]):
+            os.kill(pid, signal.SIGKILL)
+        job.communicate()
+
+
+def test_a_process_that_raises_ends_the_job_with_its_sentence(tmp_path):
+    job = torchrun("--checkpoint", "pools")
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode != 0
+    assert (
+        "checkpoint='pools': XLMRobertaForSequenceClassification is not an nn.Sequential" in output
+    )
