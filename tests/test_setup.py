@@ -24,6 +24,7 @@ FLOORS = {
     "catalogue": 1,
     "data": 0,
     "distributed": 0,
+    "fetch": 0,
     "models": 0,
     "memory": 0,
     "snapshot": 0,
