@@ -689,7 +689,7 @@ def _task_parts(options: argparse.Namespace) -> tuple:
     return parts.model, data.train, data.val, COMMENTS
 
 
-COMMANDS = (add_run, add_data, add_report, add_train, add_predict)
+COMMANDS = (add_run, add_data, add_report, add_train, add_predict, add_plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

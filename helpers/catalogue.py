@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class Workload:
     model_fn: Callable[[], nn.Module]
     batch_fn: Callable[[int], Any]
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+    name: str = ""  # as the command line knows it
+    options: dict[str, Any] = field(default_factory=dict)  # of the command line
 
 
 # --- Hugging Face models -------------------------------------------------------------------
@@ -165,6 +167,16 @@ def find_workload(
         partial(_build, workload.model_fn, dtype, freeze),
         partial(_batch_as, workload.batch_fn, dtype),
         workload.loss_fn,
+        name,
+        {
+            "--num-labels": num_labels,
+            "--image-size": image_size,
+            "--seq-len": seq_len,
+            "--attention": attention,
+            "--dtype": dtype,
+            "--freeze": freeze,
+            "--batch": batch,
+        },
     )
 
 

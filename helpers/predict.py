@@ -13,6 +13,7 @@ import contextlib
 import copy
 import logging
 import random
+import shlex
 import sys
 import time
 import traceback
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from helpers.allocator import Replay, replay
-from helpers.catalogue import Workload
+from helpers.catalogue import Workload, format_checkpoint
 from helpers.cuda import (
     HALF_TYPES,
     MATRIX_PRODUCTS,
@@ -46,6 +47,7 @@ from helpers.cuda import (
     aten,
     cuda_kernels,
     embedding_temporaries,
+    find_gpu,
 )
 from helpers.memory import (
     MIB,
@@ -57,6 +59,7 @@ from helpers.memory import (
     format_mib,
     round_up,
 )
+from helpers.models import blocks, legal_cuts
 from helpers.train import (
     Batch,
     LossFunction,
@@ -83,26 +86,29 @@ LAUNCH_SECONDS = 5e-6  # what starting a kernel takes at least
 
 @dataclass
 class Operation:
-    """One operation of the step: its phase, arithmetic, bytes read and written, and precision."""
+    """One operation of the step: its phase, module, arithmetic, bytes moved, and precision."""
 
     phase: str
+    module: str  # the module whose forward is running, if one is
     flops: float
     traffic: int
     half: bool
 
+    def seconds(self, gpu: Gpu) -> float:
+        """How long it takes at least: bound by arithmetic, by memory or by its launch."""
+        speed = (gpu.half_tflops if self.half else gpu.tflops) * 1e12
+        return max(self.flops / speed, self.traffic / (gpu.bandwidth * 1e9), LAUNCH_SECONDS)
+
 
 def estimated_seconds(operations: list[Operation], share: float, gpu: Gpu) -> float:
-    """Roofline time of one step: each operation is bound by arithmetic, memory or its launch.
+    """Roofline time of one step, of which `share` of the batch has run.
 
-    `share` of the batch has run; the optimizer's operations do not grow with it. Good for ranking
-    recipes, not for predicting a stopwatch.
+    The optimizer's operations do not grow with the batch. Good for ranking recipes, not for
+    predicting a stopwatch.
     """
     seconds = 0.0
     for operation in operations:
-        speed = (gpu.half_tflops if operation.half else gpu.tflops) * 1e12
-        bound = max(
-            operation.flops / speed, operation.traffic / (gpu.bandwidth * 1e9), LAUNCH_SECONDS
-        )
+        bound = operation.seconds(gpu)
         seconds += bound if operation.phase == "optimizer" else bound / share
     return seconds
 
@@ -117,6 +123,7 @@ class FakeStepTracker(Tracker):
         self.operations: list[Operation] = []  # of the last step
         self._formulas: dict[Any, Callable | None] = {}
         self._has_workspace: set[bool] = set()
+        self.output_bytes: dict[str, int] = {}  # of the modules of a sequence, by their number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
@@ -149,7 +156,8 @@ class FakeStepTracker(Tracker):
         traffic = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         half = bool(tensors) and tensors[0].dtype in HALF_TYPES
         flops = formula(*args, **kwargs, out_val=result)
-        self.operations.append(Operation(self.phase, flops, traffic, half))
+        module = self._stack[-1] if self._stack else ""
+        self.operations.append(Operation(self.phase, module, flops, traffic, half))
 
     def add_block(self, size: int, part: str) -> Block:
         """Memory of `size` bytes that no tensor holds."""
@@ -163,6 +171,13 @@ class FakeStepTracker(Tracker):
         if in_backward not in self._has_workspace:
             self._has_workspace.add(in_backward)
             self.add_block(self.gpu.workspace, "temporaries")
+
+    def _module_ends(self, module: nn.Module, args, output) -> None:
+        if isinstance(output, torch.Tensor) and self._stack:
+            number = self._stack[-1].split(" ")[0]
+            if number.isdigit():
+                self.output_bytes[number] = output.untyped_storage().nbytes()
+        super()._module_ends(module, args, output)
 
     def phase_peaks(self) -> dict[str, tuple[int, str]]:
         """The most live bytes in each phase, and the module where."""
@@ -369,7 +384,8 @@ class Prediction:
     the parameters, input batches with the activations, cuBLAS's workspace with the temporaries).
     phase_peaks: most bytes in each phase. peak_phase, peak_module: where the peak lies; among
     phases within ACCURACY of it the last one in the step, since no change to the others would
-    lower it. host: most bytes of activations kept on the host.
+    lower it. fits_gpu: whether the step runs on the card it was predicted for, if there was one.
+    host: most bytes of activations kept on the host.
     context: what the GPU holds beside torch's memory, as stated by `gpu` or given; device_used is
     reserved and context together. flops: of one optimizer step over the whole batch;
     recompute_flops: the share of them that repeats forward passes.
@@ -389,7 +405,7 @@ class Prediction:
     share: float = field(repr=False)
     tracker: FakeStepTracker = field(repr=False)
     trace: list[tuple[int, int]] = field(repr=False)
-    expandable_segments: bool = False
+    fits_gpu: bool | None = None
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -456,6 +472,7 @@ class Prediction:
             "peak_reserved_mib": mib(self.peak_reserved),
             "device_used_mib": mib(self.device_used),
             "context_mib": mib(self.context),
+            "fits_gpu": self.fits_gpu,
             **parts,
             "host_mib": mib(self.host),
             "phase_peaks_mib": {phase: mib(size) for phase, size in self.phase_peaks.items()},
@@ -478,7 +495,7 @@ def predict(
     optimizer_fn: OptimizerFunction | None = None,
     *,
     device: str = "cuda",
-    gpu: Gpu = DEFAULT_GPU,
+    gpu: Gpu | None = None,
     context: int | None = None,
     expandable_segments: bool = False,
     ddp: bool = False,
@@ -489,8 +506,10 @@ def predict(
     The arguments are those of `helpers.train.measure_step`, which does it for real. model_fn and
     batch_fn build on the CPU, as usual; they are called with fake tensors switched on, so weights
     of any size take no memory. optimizer_fn(params) makes the optimizer; None leaves the update
-    out. device="cpu" predicts what `helpers.memory.measure` would read on a CPU. gpu: the card, for
-    its context (or `context`, in bytes) and its kernels. ddp: with the buckets of
+    out. device="cpu" predicts what `helpers.memory.measure` would read on a CPU. gpu: a card
+    for its kernels, its context (unless `context` says how many bytes) and its memory: torch's
+    allocator gives free segments back before it fails, so a card that is nearly full reserves less
+    than an endless one. ddp: with the buckets of
     DistributedDataParallel. stack: as an older torch would do it, see `helpers.cuda.torch_stack`.
 
     Raises PredictionError where the model or the loss must know the data to decide something.
@@ -499,14 +518,15 @@ def predict(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r}: a prediction is for 'cuda' or 'cpu'")
     on_cuda = device == "cuda"
-    tracker = FakeStepTracker(gpu if on_cuda else None, stack)
+    card = gpu or DEFAULT_GPU
+    tracker = FakeStepTracker(card if on_cuda else None, stack)
     with contextlib.ExitStack() as contexts:
         enter = contexts.enter_context
         enter(_process_left_as_it_was())
         enter(_explained())
         fake_mode = enter(FakeTensorMode(allow_non_fake_inputs=True))
         if on_cuda:
-            enter(cuda_kernels(gpu, stack))
+            enter(cuda_kernels(card, stack))
             if stack.foreach:
                 enter(_foreach_as_on_cuda())
             enter(_replaced(torch.autograd.graph, "save_on_cpu", _save_on_host(tracker)))
@@ -521,7 +541,10 @@ def predict(
             on_cuda,
             ddp,
         )
-    return _summarise(tracker, share, gpu, context, expandable_segments, on_cuda, started)
+    prediction = _summarise(tracker, share, started)
+    if on_cuda:
+        _reserve(prediction, card, gpu is not None, context, expandable_segments)
+    return prediction
 
 
 def predict_workload(
@@ -608,9 +631,24 @@ def _fake(fake_mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
 
 
-def _summarise(tracker, share, gpu, context, expandable_segments, on_cuda, started) -> Prediction:
+def _reserve(
+    prediction: Prediction, gpu: Gpu, limited: bool, context: int | None, expandable: bool
+) -> None:
+    """Play the requests to the allocator, and complete `prediction` with what it reserved."""
+    started = time.perf_counter()
+    prediction.context = gpu.context_mib * MIB if context is None else context
+    prediction.notes.pop("peak_reserved")
+    on_card = None
+    if limited:
+        on_card = prediction.replay(gpu.memory_mib * MIB - prediction.context, expandable)
+        prediction.fits_gpu = on_card.failed_at is None
+    endless = prediction.replay(None, expandable)
+    prediction.peak_reserved = (on_card if prediction.fits_gpu else endless).peak_reserved
+    prediction.seconds += time.perf_counter() - started
+
+
+def _summarise(tracker: FakeStepTracker, share: float, started: float) -> Prediction:
     peak = tracker.peak()
-    trace = _trace(tracker)
     flops = dict.fromkeys(PHASES, 0.0)
     for operation in tracker.operations:
         flops[operation.phase] += operation.flops
@@ -618,8 +656,8 @@ def _summarise(tracker, share, gpu, context, expandable_segments, on_cuda, start
     phase = [name for name in PHASES if phase_peaks[name][0] >= (1 - ACCURACY) * peak.bytes][-1]
     return Prediction(
         peak_allocated=peak.bytes,
-        peak_reserved=replay(trace, None, expandable_segments).peak_reserved if on_cuda else None,
-        context=(gpu.context_mib * MIB if context is None else context) if on_cuda else 0,
+        peak_reserved=None,
+        context=0,
         split=peak.split,
         peak_phase=phase,
         peak_module=phase_peaks[phase][1],
@@ -630,9 +668,8 @@ def _summarise(tracker, share, gpu, context, expandable_segments, on_cuda, start
         seconds=time.perf_counter() - started,
         share=share,
         tracker=tracker,
-        trace=trace,
-        expandable_segments=expandable_segments,
-        notes={} if on_cuda else {"peak_reserved": "a CPU has no caching allocator"},
+        trace=_trace(tracker),
+        notes={"peak_reserved": "a CPU has no caching allocator"},
     )
 
 
@@ -678,3 +715,473 @@ def _user_frame(error: Exception) -> traceback.FrameSummary:
     frames = traceback.extract_tb(error.__traceback__)
     inside = (str(Path(torch.__file__).parent), sys.modules[__name__].__spec__.origin)
     return next((f for f in reversed(frames) if not f.filename.startswith(inside)), frames[-1])
+
+
+# --- Plans ---------------------------------------------------------------------------------
+
+
+def interpolated_trace(
+    small: Prediction, large: Prediction, sizes: tuple[int, int], size: int
+) -> list[tuple[int, int]] | None:
+    """The requests at micro-batch `size` from those at two others, or None if they differ in kind.
+
+    The step asks for the same blocks at every micro-batch; each is proportional to it or constant.
+    """
+    if len(small.trace) != len(large.trace):
+        return None
+    first, second = sizes
+    names = {key: index for index, (key, n_bytes) in enumerate(small.trace) if n_bytes >= 0}
+    trace = []
+    for index, ((key, less), (_, more)) in enumerate(zip(small.trace, large.trace, strict=True)):
+        if (less < 0) != (more < 0):
+            return None
+        if less < 0:
+            trace.append((names[key], -1))
+        else:
+            grown = less + (more - less) * (size - first) // (second - first)
+            trace.append((index, max(grown, 1)))
+    return trace
+
+
+def largest_batch(
+    workload: Workload,
+    recipe: Recipe,
+    optimizer: str | None,
+    gpu: Gpu,
+    most: int = 4096,
+) -> tuple[int, Prediction | None]:
+    """The largest micro-batch up to `most` that runs on `gpu`, and its prediction; (0, None): none.
+
+    Found by interpolating between two predictions and confirmed by real ones: this one fits, and
+    one more sample does not.
+    """
+    known: dict[int, Prediction] = {}
+
+    def predicted(size: int) -> Prediction:
+        if size not in known:
+            known[size] = predict_workload(workload, size, recipe, optimizer, gpu=gpu)
+        return known[size]
+
+    if not predicted(1).fits_gpu:
+        return 0, None
+    probes = (2, 4)
+    size = 1
+    if most >= probes[1]:
+        size = _largest_by_interpolation(
+            predicted(probes[0]), predicted(probes[1]), probes, gpu, most
+        )
+    while size > 1 and not predicted(size).fits_gpu:
+        size -= 1
+    while size < most and predicted(size + 1).fits_gpu:
+        size += 1
+    return size, predicted(size)
+
+
+def _largest_by_interpolation(small, large, sizes, gpu: Gpu, most: int) -> int:
+    capacity = gpu.memory_mib * MIB - small.context
+
+    def fits(size: int) -> bool:
+        trace = interpolated_trace(small, large, sizes, size)
+        return trace is not None and replay(trace, capacity).failed_at is None
+
+    fitting, failing = 1, most + 1
+    while failing - fitting > 1:
+        middle = (fitting + failing) // 2
+        fitting, failing = (middle, failing) if fits(middle) else (fitting, middle)
+    return fitting
+
+
+# Segments of a sequence
+
+
+@dataclass
+class Profile:
+    """What each child of a sequence costs: bytes kept for its backward pass, bytes beside what is
+    kept while that runs, bytes of its output, and seconds of its forward pass."""
+
+    kept: list[int]
+    beside: list[int]
+    output: list[int]
+    seconds: list[float]
+
+
+def profile_sequence(prediction: Prediction, n_children: int, gpu: Gpu) -> Profile:
+    """Read the profile off the last micro-batch of a plain prediction of an `nn.Sequential`."""
+    tracker = prediction.tracker
+    phases = tracker.phases
+    end = max(i for i, phase in enumerate(phases) if phase == "backward") + 1
+    begin = max((i for i in range(end) if phases[i] == "forward"), default=0) + 1
+    start = max((i for i in range(begin) if phases[i] != "forward"), default=-1) + 1
+
+    def child(where: str | int) -> int:
+        """The child that an event belongs to; the loss counts with the last."""
+        name = tracker._module_name(where).split(" ")[0].split(".")[0]
+        return int(name) if name.isdigit() else n_children - 1
+
+    born: dict[int, int] = {}
+    live = 0
+    for index, (block, created) in enumerate(tracker.events[:begin]):
+        size = 0 if block.host else round_up(block.nbytes)
+        live += size if created else -size
+        if index >= start and created and size:
+            born[id(block)] = child(block.where)
+        elif not created:
+            born.pop(id(block), None)
+    kept = [0] * n_children
+    sizes = {id(block): round_up(block.nbytes) for block, _ in tracker.events[start:begin]}
+    for key, owner in born.items():
+        kept[owner] += sizes[key]
+    beside = [0] * n_children
+    owner = n_children - 1
+    for block, created in tracker.events[begin:end]:
+        size = 0 if block.host else round_up(block.nbytes)
+        live += size if created else -size
+        if created:
+            owner = min(owner, child(block.where))
+        beside[owner] = max(beside[owner], live - sum(kept[: owner + 1]))
+    seconds = [0.0] * n_children
+    for operation in tracker.operations:
+        name = operation.module.split(" ")[0]
+        if operation.phase == "forward" and name.isdigit():
+            seconds[int(name)] += operation.seconds(gpu)
+    output = [tracker.output_bytes.get(str(index), 0) for index in range(n_children)]
+    return Profile(kept, beside, output, seconds)
+
+
+def best_segments(
+    profile: Profile, cuts: list[int], budget: int
+) -> tuple[tuple[int, int], ...] | None:
+    """The segments to recompute so that the peak stays within `budget` bytes, at the least time.
+
+    A dynamic programme from the first child to the last: at each legal cut it holds, for every
+    amount of bytes kept so far, the least time of recomputation; what is kept so far and the
+    segment's own needs must fit. None if no choice does. `cuts` as `helpers.models.legal_cuts`.
+    """
+    bounds = [0, *cuts, len(profile.kept)]
+    # position -> choices (kept, seconds, segments), none of them worse than another in both numbers
+    choices: dict[int, list[tuple[int, float, tuple]]] = {bound: [] for bound in bounds}
+    choices[0] = [(0, 0.0, ())]
+    for number, start in enumerate(bounds[:-1]):
+        for kept, seconds, segments in _not_worse(choices[start]):
+            for stop in bounds[number + 1 :]:
+                inside = range(start, stop)
+                running, highest = kept, 0
+                for index in inside:
+                    running += profile.kept[index]
+                    highest = max(highest, running + profile.beside[index])
+                if highest > budget:
+                    break
+                if stop == bounds[number + 1]:
+                    choices[stop].append((running, seconds, segments))
+                again = seconds + sum(profile.seconds[index] for index in inside)
+                left = kept + profile.output[stop - 1]
+                if left < running:
+                    choices[stop].append((left, again, (*segments, (start, stop))))
+    ends = _not_worse(choices[bounds[-1]])
+    return min(ends, key=lambda choice: choice[1])[2] if ends else None
+
+
+def _not_worse(choices: list[tuple[int, float, tuple]]) -> list[tuple[int, float, tuple]]:
+    """The choices that no other one beats in both bytes and time."""
+    front: list[tuple[int, float, tuple]] = []
+    for choice in sorted(choices, key=lambda choice: choice[:2]):
+        if not front or choice[1] < front[-1][1]:
+            front.append(choice)
+    return front
+
+
+# The search
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that runs on the card.
+
+    relative_time: its estimated time over that of the plain step.
+    micro_batch times `recipe.accumulate` is the batch, or a little more where it cannot be divided
+    evenly. changes: what differs from plain training beside time and memory. command: prints the
+    same prediction again.
+    """
+
+    recipe: Recipe
+    optimizer: str
+    micro_batch: int
+    prediction: Prediction
+    relative_time: float
+    changes: tuple[str, ...]
+    command: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers under the names that the command line prints."""
+        numbers = self.prediction.to_json()
+        wanted = ("peak_allocated_mib", "peak_reserved_mib", "device_used_mib")
+        return {
+            "recipe": f"{self.optimizer}, {self.recipe.name}",
+            **{name: numbers[name] for name in wanted},
+            "micro_batch": self.micro_batch,
+            "relative_time": round(self.relative_time, 3),
+            "changes": list(self.changes),
+            "command": self.command,
+        }
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The recipes that fit, the fastest first; without any, `floor` says what is in the way."""
+
+    plans: tuple[Plan, ...]
+    floor: str | None
+    gpu: Gpu
+
+    def text(self, title: str) -> str:
+        """The recipes for people, three lines each."""
+        if not self.plans:
+            return f"{title}: {self.floor}"
+        lines = [
+            f"{title} on {self.gpu.name} ({self.gpu.memory_mib:,} MiB): predicted, not measured; "
+            "time relative to the plain float32 step, estimated"
+        ]
+        for number, plan in enumerate(self.plans, start=1):
+            prediction = plan.prediction
+            lines += [
+                f"{number}. {plan.optimizer}, {plan.recipe.name}: micro-batch {plan.micro_batch}, "
+                f"time x {plan.relative_time:.2f}, allocated "
+                f"{format_mib(prediction.peak_allocated)}, reserved "
+                f"{format_mib(prediction.peak_reserved)}, device used "
+                f"{format_mib(prediction.device_used)}",
+                f"   changes: {'; '.join(plan.changes) or 'nothing else'}",
+                f"   {plan.command}",
+            ]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"plans": [plan.to_json() for plan in self.plans], "floor": self.floor}
+
+
+# The leanest kernel that does the same arithmetic, and the optimizers to choose from.
+KERNELS = {"adamw": "adamw-fused", "adamw-forloop": "adamw-fused"}
+CHOICE_OF_OPTIMIZERS = ("adamw-fused", "adafactor", "sgd")
+
+
+def plan(
+    workload: Workload,
+    batch_size: int,
+    budget: Gpu | str,
+    optimizer: str | None = None,
+    *,
+    most: int = 8,
+) -> Plans:
+    """Recipes that train `workload` with batches of `batch_size` on a card, the fastest first.
+
+    budget: a `Gpu`, or its name or size as text ("T4", "11 GiB"). A named `optimizer` is kept (its
+    kernel may change); without one it is chosen too. Precision, micro-batches and what is
+    recomputed are chosen; a model that is one `nn.Sequential` gets the segments that cost least. "Fits" means
+    that the requests for memory, played to torch's allocator on that card, succeed. Times are
+    estimates that rank, see `Prediction.step_seconds`.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected 1 or more")
+    gpu = find_gpu(budget) if isinstance(budget, str) else budget
+    if gpu.memory_mib <= gpu.context_mib:
+        raise ValueError(
+            f"{gpu.memory_mib:,} MiB are no more than the CUDA context of {gpu.context_mib} MiB"
+        )
+    search = PlanSearch(workload, batch_size, gpu)
+    names = (KERNELS.get(optimizer, optimizer),) if optimizer else CHOICE_OF_OPTIMIZERS
+    for name in names:
+        for amp in ("off", "bf16" if gpu.flash else "fp16"):
+            search.try_recipes(name, Recipe(amp=amp))
+    return search.result(optimizer, most)
+
+
+class PlanSearch:
+    """Tries recipes for one workload on one card, and remembers every prediction it made."""
+
+    def __init__(self, workload: Workload, batch_size: int, gpu: Gpu):
+        self.workload = workload
+        self.batch_size = batch_size
+        self.gpu = gpu
+        self.found: dict[tuple[str, Recipe], Prediction] = {}
+        self.leanest: tuple[Prediction, str, Recipe] | None = None
+        self._known: dict[tuple[str, Recipe, int], Prediction] = {}
+        with FakeTensorMode(), _process_left_as_it_was():
+            model = _build_model(workload.model_fn)
+        self.is_sequence = type(model) is nn.Sequential
+        self.cuts = legal_cuts(model) if self.is_sequence else []
+        self.n_children = len(model) if self.is_sequence else 0
+        self.has_batch_norm = any(
+            isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
+        )
+        self.has_blocks = not self.is_sequence and bool(blocks(model))
+
+    def predicted(self, optimizer: str, recipe: Recipe, micro_batch: int) -> Prediction:
+        key = (optimizer, recipe, micro_batch)
+        if key not in self._known:
+            prediction = predict_workload(
+                self.workload, micro_batch, recipe, optimizer, gpu=self.gpu
+            )
+            self._known[key] = prediction
+            if self.leanest is None or prediction.peak_allocated < self.leanest[0].peak_allocated:
+                self.leanest = prediction, optimizer, recipe
+        return self._known[key]
+
+    def try_recipes(self, optimizer: str, plain: Recipe) -> None:
+        """Without recomputation, then with as much as it takes to need fewer micro-batches."""
+        pieces = self._fewest_pieces(optimizer, plain)
+        if pieces == 1:
+            return
+        if self.is_sequence:
+            for fewer in (1, 2, 4, 8):
+                if pieces is None or fewer < pieces:
+                    self._try_segments(optimizer, replace(plain, accumulate=fewer))
+        elif self.has_blocks:
+            self._fewest_pieces(optimizer, replace(plain, checkpoint="layers"))
+        if plain.amp != "fp16":
+            for how in (None, "layers") if self.has_blocks else (None,):
+                recipe = replace(plain, checkpoint=how, optimizer_in_backward=True)
+                self._note(optimizer, recipe, self.batch_size)
+
+    def _note(self, optimizer: str, recipe: Recipe, micro_batch: int) -> bool:
+        """Predict, and keep the recipe if it fits."""
+        prediction = self.predicted(optimizer, recipe, micro_batch)
+        if prediction.fits_gpu:
+            self.found[optimizer, recipe] = prediction
+        return bool(prediction.fits_gpu)
+
+    def micro_batch(self, pieces: int) -> int:
+        return -(-self.batch_size // pieces)
+
+    def _fewest_pieces(self, optimizer: str, recipe: Recipe) -> int | None:
+        """The smallest number of micro-batches with which `recipe` fits, None if none does."""
+        if self._note(optimizer, recipe, self.batch_size):
+            return 1
+        two = replace(recipe, accumulate=2)
+        probes = (2, 4)
+        if self.micro_batch(2) > probes[1]:
+            small, large = (self.predicted(optimizer, two, size) for size in probes)
+            size = _largest_by_interpolation(small, large, probes, self.gpu, self.micro_batch(2))
+            pieces = max(2, -(-self.batch_size // size))
+        else:
+            pieces = 2
+        while pieces <= self.batch_size:
+            micro_batch = self.micro_batch(pieces)
+            if self._note(optimizer, replace(recipe, accumulate=pieces), micro_batch):
+                return pieces
+            if micro_batch == 1:
+                return None
+            while self.micro_batch(pieces) == micro_batch:  # the next smaller micro-batch
+                pieces += 1
+        return None
+
+    def _try_segments(self, optimizer: str, recipe: Recipe) -> None:
+        micro_batch = self.micro_batch(recipe.accumulate)
+        profile = profile_sequence(
+            self.predicted(optimizer, recipe, micro_batch), self.n_children, self.gpu
+        )
+        budget = (self.gpu.memory_mib - self.gpu.context_mib) * MIB
+        for _ in range(8):
+            segments = best_segments(profile, self.cuts, budget)
+            if segments is None:
+                return
+            if self._note(optimizer, replace(recipe, checkpoint=segments or None), micro_batch):
+                return
+            # The allocator cannot use all of the card, and the profile does not see everything.
+            budget = int(budget * 0.95)
+
+    def result(self, wanted: str | None, most: int) -> Plans:
+        """The best recipes found, or the floor."""
+        if not self.found:
+            return Plans((), self._floor(), self.gpu)
+        optimizer = KERNELS.get(wanted, wanted) if wanted else CHOICE_OF_OPTIMIZERS[0]
+        plain = self.predicted(optimizer, Recipe(), self.batch_size).step_seconds(self.gpu)
+        plans = [
+            Plan(
+                recipe,
+                name,
+                self.micro_batch(recipe.accumulate),
+                prediction,
+                prediction.step_seconds(self.gpu) / plain,
+                self._changes(wanted, name, recipe, prediction),
+                predict_command_line(
+                    self.workload, self.micro_batch(recipe.accumulate), recipe, name, self.gpu
+                ),
+            )
+            for (name, recipe), prediction in self.found.items()
+        ]
+        plans.sort(key=lambda plan: plan.relative_time)
+        return Plans(tuple(plans[:most]), None, self.gpu)
+
+    def _changes(self, wanted, name, recipe: Recipe, prediction: Prediction) -> tuple[str, ...]:
+        changes = []
+        if wanted is None and name != CHOICE_OF_OPTIMIZERS[0]:
+            changes.append(f"another optimizer than AdamW: {name}")
+        elif wanted is not None and name != wanted:
+            changes.append(f"the kernel of {wanted} is {name}: same arithmetic")
+        if recipe.amp != "off":
+            changes.append(f"{recipe.amp} autocast: most arithmetic in half precision")
+        if recipe.accumulate > 1 and self.has_batch_norm:
+            changes.append("BatchNorm sees micro-batches, not the batch")
+        if recipe.checkpoint is not None:
+            share = prediction.recompute_flops / max(1.0, prediction.flops)
+            changes.append(f"{share:.0%} of the arithmetic is recomputation: same result")
+        if recipe.optimizer_in_backward:
+            changes.append("the update runs in the backward pass: no clipping, no accumulation")
+        return tuple(changes)
+
+    def _floor(self) -> str:
+        """What the leanest recipe that was tried still needs, and what would lower it."""
+        prediction, optimizer, recipe = self.leanest
+        usable = self.gpu.memory_mib * MIB - prediction.context
+        parts = prediction.split
+        states = parts["parameters"] + parts["gradients"] + parts["optimizer"]
+        if prediction.peak_phase == "optimizer" or states > usable:
+            cure = (
+                "an optimizer with less state (adafactor, sgd), the optimizer step in the "
+                "backward pass, frozen embeddings (--freeze), or weights in bf16 (--dtype) lower it"
+            )
+            what = (
+                f"weights {format_mib(parts['parameters'])}, gradients "
+                f"{format_mib(parts['gradients'])}, state of {optimizer} "
+                f"{format_mib(parts['optimizer'])} and temporaries "
+                f"{format_mib(parts['temporaries'])}"
+            )
+        else:
+            what = (
+                f"activations of one micro-batch: {format_mib(parts['activations'])} at "
+                f"{prediction.peak_module or 'the loss'}, beside {format_mib(states)} of weights, "
+                "gradients and optimizer state"
+            )
+            cure = "shorter texts or smaller images, or chunks of the batch, lower it"
+        return (
+            f"nothing fits {self.gpu.memory_mib:,} MiB with a CUDA context of "
+            f"{format_mib(prediction.context)}: the leanest recipe tried ({optimizer}, "
+            f"{recipe.name}) takes {format_mib(prediction.peak_allocated)}. In the way: {what}; "
+            f"{cure}"
+        )
+
+
+def predict_command_line(
+    workload: Workload, micro_batch: int, recipe: Recipe, optimizer: str, gpu: Gpu | None = None
+) -> str:
+    """The command that predicts a recipe for a model of the catalogue."""
+    options = {
+        **workload.options,
+        "--batch-size": micro_batch,
+        "--accumulate": recipe.accumulate if recipe.accumulate > 1 else None,
+        "--optimizer": optimizer,
+        "--amp": None if recipe.amp == "off" else recipe.amp,
+        "--checkpoint": format_checkpoint(recipe.checkpoint),
+        "--clip-norm": recipe.clip_norm,
+        "--gpu": gpu and gpu.name,
+    }
+    switches = {
+        "--optimizer-in-backward": recipe.optimizer_in_backward,
+        "--offload": recipe.offload,
+        "--no-amp-cache": not recipe.amp_cache,
+        "--zero-grad zero": not recipe.set_to_none,
+    }
+    words = ["python", "-m", "helpers", "predict", shlex.quote(workload.name)]
+    for option, value in options.items():
+        if value is not None:
+            words += [option, shlex.quote(str(value))]
+    return " ".join(words + [switch for switch, on in switches.items() if on])
