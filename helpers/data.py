@@ -573,7 +573,9 @@ def scan_images(folder: str | os.PathLike) -> Scan:
     paths = list(_picture_paths(Path(folder), scan.skipped, set()))
     with _quiet_pillow(), ThreadPoolExecutor(os.cpu_count()) as pool:
         examined = pool.map(_examine, paths)
-        progress = tqdm(examined, "scanning", len(paths), leave=False, disable=None)
+        # In a notebook's kernel tqdm itself does not heed the variable.
+        quiet = True if os.environ.get("TQDM_DISABLE") else None
+        progress = tqdm(examined, "scanning", len(paths), leave=False, disable=quiet)
         for path, (digest, reason) in zip(paths, progress, strict=True):
             if reason is None:
                 scan.digests[path] = digest
@@ -1128,7 +1130,8 @@ def _check_comment_options(
     limit = tokenizer.model_max_length if known else XLMR_MAX_TOKENS
     if not 3 <= max_length <= limit:
         raise ValueError(
-            f"max_length={max_length}: expected 3 to {limit} tokens, the longest text the model takes"
+            f"max_length={max_length}: expected 3 to {limit} tokens, the longest text that the "
+            "model takes"
         )
     if batch_size < 1 or (workers or 0) < 0:
         raise ValueError(
@@ -1141,7 +1144,7 @@ def _check_comment_options(
 
 
 def _sample_comments() -> Path:
-    """The folder of the embedded sample: beside the package, or in or above the working directory."""
+    """The folder of the embedded sample: beside the package, in or above the working directory."""
     package = importlib.util.find_spec("helpers") if "helpers" in sys.modules else None
     places = [Path(place).parent for place in getattr(package, "submodule_search_locations", [])]
     for place in [*places, Path.cwd(), *Path.cwd().parents]:
@@ -1150,7 +1153,8 @@ def _sample_comments() -> Path:
             return folder
     raise FileNotFoundError(
         "the sample of comments, data/comments, is neither beside the helpers package nor in or "
-        f"above {Path.cwd()}: clone the whole repository, or pass the folder of the competition's files"
+        f"above {Path.cwd()}: clone the whole repository, or pass the folder of the competition's "
+        "files"
     )
 
 
@@ -1323,8 +1327,8 @@ class _Utf8Lines:
             guess = "UTF-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "WINDOWS-1252"
             raise ValueError(
                 f"{self.path}, line {self.number}: not UTF-8 (byte 0x{raw[error.start]:02x}). "
-                f"Convert the file from the encoding it was saved in, e.g. iconv -f {guess} -t UTF-8 "
-                f"{self.path.name} > converted.csv"
+                "Convert the file from the encoding it was saved in, e.g. "
+                f"iconv -f {guess} -t UTF-8 {self.path.name} > converted.csv"
             ) from None
 
 
