@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import re
+import shlex
 import shutil
 import ssl
 import stat
@@ -145,6 +146,9 @@ SOURCES = {
 }
 
 
+STAGING_MARK = "what-this-is.txt"
+
+
 class FetchError(OSError):
     """Data that cannot be had; the message says why and what to do."""
 
@@ -168,14 +172,12 @@ def fetch(name: str, folder: str | os.PathLike | None = None) -> Path:
         _say(f"Licence: {source.licence}.")
         if source.warning:
             _say(f"Warning: {source.warning}.")
-        with _disk_errors(staging):
-            staging.mkdir(parents=True, exist_ok=True)
-        _refuse_links(staging)
+        _make_staging(staging)
         with _alone_in(staging):
             _prepare(source, staging, folder)
         shutil.rmtree(staging, ignore_errors=True)
         _say(f"{folder} holds the data; {staging.name} with the archives is removed.")
-    _say(f"To use it: {source.use.format(folder=folder)}")
+    _say(f"To use it: {source.use.format(folder=shlex.quote(str(folder)))}")
     return folder
 
 
@@ -245,11 +247,24 @@ def _alone_in(staging: Path) -> Iterator[None]:
         lock.release()
 
 
-def _refuse_links(staging: Path) -> None:
-    """Nothing is ever written through a link that someone put where our own files belong."""
-    for path in (staging, *staging.glob("*"), *staging.glob("kaggle/*")):
-        if path.is_symlink():
-            raise FetchError(f"{path} is a link, expected a folder or file of our own: remove it")
+def _make_staging(staging: Path) -> None:
+    """The folder that everything is prepared in: new, or one that an earlier command made.
+
+    Raises FetchError for any other folder of that name, since it is removed in the end, and for
+    links in it: nothing is ever written through a link put where our own files belong.
+    """
+    with _disk_errors(staging):
+        staging.mkdir(parents=True, exist_ok=True)
+        for path in (staging, *staging.glob("*"), *staging.glob("kaggle/*")):
+            if path.is_symlink():
+                raise FetchError(f"{path} is a link, expected a file or folder of ours: remove it")
+        mark = staging / STAGING_MARK
+        if any(staging.iterdir()) and not mark.exists():
+            raise FetchError(
+                f"{staging}, where the data would be prepared, is there and is not from this "
+                "command: nothing was changed; move it away, or name another folder"
+            )
+        mark.write_text("python -m helpers data keeps unfinished downloads here.\n")
 
 
 def _say(text: str) -> None:
@@ -419,9 +434,11 @@ def _transfer(archive: WebArchive, part: Path) -> None:
         if expected is not None:
             # The unpacked pictures take about as much room again as their archive.
             _require_space(part, 2 * expected - start)
-        if have:
-            answer = "going on" if start else "the server sends it from the beginning, not"
-            _say(f"{archive.name}: {answer} after {_in_mib(have)}")
+        length = "unknown length" if expected is None else _in_mib(expected)
+        answer = f"going on after {_in_mib(start)} of" if start else "downloading"
+        if have and not start:
+            answer = f"not going on after {_in_mib(have)}, the server begins anew:"
+        _say(f"{archive.name}: {answer} {length}")
         with (
             _disk_errors(part, expected and expected - start),
             open(part, "ab" if start else "wb") as file,

@@ -27,7 +27,16 @@ from torchvision.datasets import OxfordIIITPet
 from helpers import fetch as fetch_module
 from helpers.__main__ import COMMANDS, main
 from helpers.data import TEST_FILE, TOXIC_COMMENT_FILE, VALIDATION_FILE, cats_vs_dogs
-from helpers.fetch import SOURCES, FetchError, WebArchive, _SecureRedirects, download, fetch, unpack
+from helpers.fetch import (
+    SOURCES,
+    STAGING_MARK,
+    FetchError,
+    WebArchive,
+    _SecureRedirects,
+    download,
+    fetch,
+    unpack,
+)
 
 # --- A server ------------------------------------------------------------------------------
 
@@ -275,7 +284,7 @@ def test_a_file_changed_under_the_same_etag_is_noticed(site, web, tmp_path, caps
 def test_without_validators_or_ranges_it_begins_anew(site, unknown, tmp_path, capsys):
     site.moods = [breaks_off(100_000), behaves(heed_range=False)]
     assert download(unknown, tmp_path).read_bytes() == GOOD
-    assert "from the beginning" in capsys.readouterr().out
+    assert "the server begins anew" in capsys.readouterr().out
     (tmp_path / "good.zip").unlink()
     site.moods = [behaves(send=100_000, etag='W/"weak"')]
     assert download(unknown, tmp_path).read_bytes() == GOOD
@@ -442,7 +451,7 @@ def test_a_disk_that_fills_up_keeps_what_has_come(site, web, tmp_path):
 
 def test_a_disk_that_fills_up_while_unpacking(site, article, tmp_path):
     folder = tmp_path / "photos"
-    download(SOURCES["cats-dogs-article"].archives[0], make(folder.with_name("photos.part")))
+    download(SOURCES["cats-dogs-article"].archives[0], unfinished(tmp_path))
     with largest_file(100_000), pytest.raises(FetchError, match="no room to write.*needed"):
         fetch("cats-dogs-article", folder)
     assert not folder.exists() and not (tmp_path / "photos.part" / "unpacked").exists()
@@ -452,6 +461,13 @@ def test_a_disk_that_fills_up_while_unpacking(site, article, tmp_path):
 def make(folder):
     folder.mkdir()
     return folder
+
+
+def unfinished(tmp_path):
+    """The folder of an earlier command for tmp_path/photos."""
+    staging = make(tmp_path / "photos.part")
+    (staging / STAGING_MARK).touch()
+    return staging
 
 
 # --- From the name to the folder -----------------------------------------------------------
@@ -508,11 +524,11 @@ def pets(site, monkeypatch):
 
 
 def test_pets_as_torchvision_and_our_loader_take_them(pets, tmp_path, capsys):
-    folder = tmp_path / "new" / "pets"
+    folder = tmp_path / "new" / "our pets"
     assert main(["data", "oxford-pets", str(folder)]) == 0
     output = capsys.readouterr().out
-    assert f"make run DATA={folder}" in output and "CC BY-SA 4.0" in output
-    assert [path.name for path in folder.parent.iterdir()] == ["pets"]
+    assert f"make run DATA='{folder}'" in output and "CC BY-SA 4.0" in output
+    assert [path.name for path in folder.parent.iterdir()] == ["our pets"]
     loaders = cats_vs_dogs(folder, image_size=8, batch_size=2)
     assert loaders.report.train == loaders.report.val == {"cat": 1, "dog": 1}
     for split, ours in [("trainval", loaders.train), ("test", loaders.val)]:
@@ -569,11 +585,11 @@ def test_a_folder_that_fills_meanwhile_stays(site, article, tmp_path):
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-def test_an_unwritable_place(article, tmp_path):
+def test_an_unwritable_place(article, tmp_path, capsys):
     place = tmp_path / "file"
     place.write_text("no folder")
-    with pytest.raises(FetchError, match="file.*directory"):
-        fetch("cats-dogs-article", place / "photos")
+    assert main(["data", "cats-dogs-article", str(place / "photos")]) == 2
+    assert "ot a directory" in capsys.readouterr().err
 
 
 def test_other_contents_are_refused(site, article, tmp_path):
@@ -591,12 +607,13 @@ def test_an_archive_that_means_harm_leaves_nothing(site, article, tmp_path, caps
         "photos.part",
         "HEAD.zip",
         "HEAD.zip.part.json",
+        STAGING_MARK,
         "lock",
     }
 
 
 def test_leftovers_of_a_killed_command_are_removed(article, tmp_path):
-    leftover = tmp_path / "photos.part" / "unpacked" / "data" / "train" / "half.jpg"
+    leftover = unfinished(tmp_path) / "unpacked" / "data" / "train" / "half.jpg"
     leftover.parent.mkdir(parents=True)
     leftover.write_bytes(b"half")
     folder = fetch("cats-dogs-article", tmp_path / "photos")
@@ -604,7 +621,7 @@ def test_leftovers_of_a_killed_command_are_removed(article, tmp_path):
 
 
 def test_two_commands_do_not_mix(article, tmp_path):
-    with FileLock(make(tmp_path / "photos.part") / "lock"):
+    with FileLock(unfinished(tmp_path) / "lock"):
         with pytest.raises(FetchError, match="another command is at work"):
             fetch("cats-dogs-article", tmp_path / "photos")
     fetch("cats-dogs-article", tmp_path / "photos")
@@ -623,10 +640,24 @@ def test_a_disk_without_locks(article, tmp_path, monkeypatch, capsys):
 def test_nothing_is_written_through_a_link(article, tmp_path, name):
     outside = tmp_path / "outside"
     outside.write_text("mine")
-    (make(tmp_path / "photos.part") / name).symlink_to(outside)
+    (unfinished(tmp_path) / name).symlink_to(outside)
     with pytest.raises(FetchError, match=f"{name} is a link"):
         fetch("cats-dogs-article", tmp_path / "photos")
     assert outside.read_text() == "mine"
+
+
+def test_a_folder_of_the_same_name_stays(article, tmp_path):
+    mine = make(tmp_path / "photos.part") / "unpacked"
+    mine.write_text("mine")
+    with pytest.raises(FetchError, match=r"photos.part, where .* is not from this command"):
+        fetch("cats-dogs-article", tmp_path / "photos")
+    assert [path.name for path in tmp_path.rglob("*")] == ["photos.part", "unpacked"]
+    mine.rename(tmp_path / "elsewhere")
+    (tmp_path / "photos.part").rmdir()
+    (tmp_path / "photos.part").symlink_to(make(tmp_path / "other"))
+    with pytest.raises(FetchError, match="photos.part is a link"):
+        fetch("cats-dogs-article", tmp_path / "photos")
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_ctrl_c_keeps_what_has_come(site, article, tmp_path, monkeypatch, capsys):
