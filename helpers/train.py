@@ -1026,7 +1026,8 @@ def measure_step(
 ) -> StepMeasurement:
     """Run `steps` real training steps and tell memory, time and a fingerprint of where they ended.
 
-    The arguments are those of `helpers.predict.predict`. The first steps are watched for memory,
+    The arguments are those of `helpers.predict.predict`. These steps (steps that the fp16 scaler
+    skips do not count, and more are taken in their place) are watched for memory,
     `repeats` more are timed. On a GPU everything happens in a process of its own, since memory
     that an earlier model leaves behind would show in the reading; there a configuration that runs
     out of memory comes back with `failed`.
@@ -1067,11 +1068,14 @@ def _measure_step(
         scaler = make_scaler(recipe, device)
         batch = batch_fn()
         step = partial(train_step, model, batch, loss_fn, optimizer, recipe, scaler)
-        usages = []
-        for _ in range(steps):
+        usages, updates = [], 0
+        # A skipped step does not count: before the first update there is no optimizer state.
+        while updates < steps and len(usages) - updates < MAX_SKIPPED_IN_A_ROW:
             with measure(model, optimizer, inputs=batch) as usage:
-                loss = step().loss
+                result = step()
             usages.append(usage)
+            updates += result.stepped
+        loss = result.loss
         ended = fingerprint(model, loss)
         usage = max(usages, key=lambda usage: usage.peak_bytes)
         timing = timed(step, repeats=repeats, warmup=0) if repeats else None

@@ -596,6 +596,23 @@ def test_a_measured_step_tells_memory_time_and_identity():
     assert len(plain.timing.samples) == 1 and pools.timing is None
 
 
+def test_skipped_steps_are_not_measured_as_training():
+    def steep(model, batch):
+        return 1000 * mean_loss(model, batch)  # overflows at the scaler's first scale
+
+    result = measure_step(
+        small_net,
+        partial(samples, 4),
+        steep,
+        Recipe(amp="fp16"),
+        partial(make_optimizer, "momentum", lr=1e-9),
+        steps=2,
+        repeats=0,
+    )
+    assert result.split["optimizer"] > 0
+    assert math.isfinite(result.loss)
+
+
 def test_a_step_that_runs_out_of_memory_comes_back_with_the_reason():
     def full(model, batch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
