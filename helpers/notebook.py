@@ -169,11 +169,11 @@ def torchrun(script: str | Path, *arguments: str, processes: int = 2, timeout: f
     """Run a Python script in several processes of torchrun on this machine; what it printed.
 
     Each process finds its number in the environment, as `torch.distributed` expects it; ports are
-    chosen among the free ones. Nothing is left running, whatever happens: raises TimeoutError when
+    chosen among the free ones. Nothing is left behind, whatever happens: raises TimeoutError when
     the script takes longer than `timeout` seconds, RuntimeError with its messages when it fails.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}", str(script), *arguments]
+    command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the helpers, wherever they lie
@@ -183,7 +183,12 @@ def torchrun(script: str | Path, *arguments: str, processes: int = 2, timeout: f
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     # Files, not pipes: a pipe stays open as long as any process that inherited it.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as messages:
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        tempfile.TemporaryFile("w+") as messages,
+        tempfile.TemporaryDirectory() as logs,  # which torchrun itself would leave behind
+    ):
+        command += [f"--log-dir={logs}", str(script), *arguments]
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=messages)
         try:
             code = process.wait(timeout)

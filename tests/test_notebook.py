@@ -229,11 +229,13 @@ def script_file(tmp_path, text):
     return path
 
 
-def test_torchrun_gives_each_process_its_number(tmp_path, capfd):
+def test_torchrun_gives_each_process_its_number(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     text = "import os, sys\nsys.stdout.write(os.environ['RANK'] + sys.argv[1] + '\\n')"
     output = torchrun(script_file(tmp_path, text), "!", processes=2)
     assert sorted(output.split()) == ["0!", "1!"]
     assert capfd.readouterr() == ("", "")  # no notice of threads, ports or host names
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
 def test_torchrun_tells_what_failed(tmp_path):
