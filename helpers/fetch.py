@@ -146,7 +146,7 @@ SOURCES = {
 }
 
 
-STAGING_MARK = "what-this-is.txt"
+STAGING_MARK, LOCK = "what-this-is.txt", "lock"
 
 
 class FetchError(OSError):
@@ -174,7 +174,12 @@ def fetch(name: str, folder: str | os.PathLike | None = None) -> Path:
             _say(f"Warning: {source.warning}.")
         _make_staging(staging)
         with _alone_in(staging):
-            _prepare(source, staging, folder)
+            try:
+                _prepare(source, staging, folder)
+            except BaseException:
+                if not _unfinished(staging):
+                    shutil.rmtree(staging, ignore_errors=True)
+                raise
         shutil.rmtree(staging, ignore_errors=True)
         _say(f"{folder} holds the data; {staging.name} with the archives is removed.")
     _say(f"To use it: {source.use.format(folder=shlex.quote(str(folder)))}")
@@ -231,7 +236,7 @@ def _prepare(source: DataSource, staging: Path, folder: Path) -> None:
 @contextlib.contextmanager
 def _alone_in(staging: Path) -> Iterator[None]:
     """Keep a second command out of the folder; the lock ends with the process, however it ends."""
-    lock = FileLock(staging / "lock", timeout=0)
+    lock = FileLock(staging / LOCK, timeout=0)
     with _disk_errors(staging):
         try:
             lock.acquire()
@@ -265,6 +270,12 @@ def _make_staging(staging: Path) -> None:
                 "command: nothing was changed; move it away, or name another folder"
             )
         mark.write_text("python -m helpers data keeps unfinished downloads here.\n")
+
+
+def _unfinished(staging: Path) -> list[Path]:
+    """What has come so far: files worth keeping for the next command."""
+    own = (STAGING_MARK, LOCK)
+    return [path for path in staging.rglob("*") if path.is_file() and path.name not in own]
 
 
 def _say(text: str) -> None:
@@ -391,9 +402,11 @@ def download(archive: WebArchive, folder: Path) -> Path:
             part.replace(done)
             _say(f"{archive.name}: {_in_mib(_size(done))}{_commit_of(done)}, {_checks_of(archive)}")
             return done
+    kept = f"{_size(part):,} bytes are kept, and the same command goes on from there"
+    by_hand = "Is this machine online? data/README.md says how to get it by hand"
     raise FetchError(
-        f"{archive.url}: given up after {TRIES} tries, at last because {reason}. "
-        f"{_size(part):,} bytes are kept; the same command goes on from there"
+        f"{archive.url}: gave up after {TRIES} tries, the last time because {reason}. "
+        f"{kept if part.exists() else by_hand}"
     )
 
 

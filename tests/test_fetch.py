@@ -215,7 +215,7 @@ def test_it_goes_on_where_it_broke_off(site, web, tmp_path):
 def test_another_command_goes_on_too(site, unknown, tmp_path):
     site.moods = [breaks_off(100_000)] + [refuses(503)] * 4
     with pytest.raises(
-        FetchError, match=r"given up after 5 tries.* 503 .*[0-9,]{6,} bytes are kept"
+        FetchError, match=r"gave up after 5 tries.* 503 .*[0-9,]{6,} bytes are kept"
     ):
         download(unknown, tmp_path)
     assert not (tmp_path / "good.zip").exists()
@@ -225,7 +225,7 @@ def test_another_command_goes_on_too(site, unknown, tmp_path):
 
 def test_tries_are_bounded(site, web, tmp_path):
     site.moods = [breaks_off(10)] * 20
-    with pytest.raises(FetchError, match="given up"):
+    with pytest.raises(FetchError, match="gave up"):
         download(web, tmp_path)
     assert len(site.asked) == 5
 
@@ -235,7 +235,7 @@ def test_a_silent_server_is_given_up(site, web, tmp_path, monkeypatch):
     release = threading.Event()
     site.moods = [lambda handler: release.wait(10)] * 5
     try:
-        with pytest.raises(FetchError, match="given up after 5 tries.*timed out"):
+        with pytest.raises(FetchError, match="gave up after 5 tries.*timed out"):
             download(web, tmp_path)
     finally:
         release.set()
@@ -247,7 +247,7 @@ def test_nobody_there(tmp_path, monkeypatch):
     with socket.socket() as taken:  # bound and not listening: refused at once
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/good.zip"
-        with pytest.raises(FetchError, match="given up after 5 tries.*no answer"):
+        with pytest.raises(FetchError, match="gave up after 5 tries.*no answer"):
             download(WebArchive(url), tmp_path)
 
 
@@ -324,12 +324,17 @@ def test_the_file_got_shorter(site, unknown, tmp_path):
 PAGE = b"<!DOCTYPE html><html><head><title>Log in to\n Hotel WiFi</title></head></html>"
 
 
-@pytest.mark.parametrize("content_type", ["text/html; charset=utf-8", "application/zip"])
-def test_a_web_page_is_no_archive(site, web, tmp_path, content_type):
-    site.moods = [sends(PAGE, content_type)]
-    with pytest.raises(
-        FetchError, match=r"web page \('Log in to Hotel WiFi'\) instead of good.zip"
-    ):
+@pytest.mark.parametrize(
+    ("body", "content_type", "title"),
+    [
+        (PAGE, "text/html; charset=utf-8", "Log in to Hotel WiFi"),
+        (b"\n  " + PAGE, "application/zip", "Log in to Hotel WiFi"),
+        (b"<p>Moved</p>", "text/html", "no title"),
+    ],
+)
+def test_a_web_page_is_no_archive(site, web, tmp_path, body, content_type, title):
+    site.moods = [sends(body, content_type)]
+    with pytest.raises(FetchError, match=rf"web page \('{title}'\) instead of good.zip"):
         download(web, tmp_path)
     assert not list(tmp_path.iterdir()) and len(site.asked) == 1
 
@@ -350,7 +355,7 @@ def test_a_false_length_is_noticed(site, web, unknown, tmp_path, length):
     with pytest.raises(FetchError, match=f"announces {length:,} bytes.*has {len(GOOD):,}"):
         download(web, tmp_path)
     site.moods = [lie] * 20
-    with pytest.raises(FetchError, match="no complete zip archive|longer|given up after 5 tries"):
+    with pytest.raises(FetchError, match="no complete zip archive|longer|gave up after 5 tries"):
         download(unknown, tmp_path)
     assert not (tmp_path / "good.zip").exists()
 
@@ -568,8 +573,13 @@ def test_what_is_there_stays(site, article, tmp_path, capsys):
         fetch("cats-dogs-article", tmp_path / "file")
 
 
-def test_an_empty_folder_is_filled(article, tmp_path):
-    assert fetch("cats-dogs-article", make(tmp_path / "photos")).joinpath("data").is_dir()
+def test_an_empty_folder_is_filled(site, article, tmp_path):
+    folder = make(tmp_path / "photos")
+    site.moods = [breaks_off(100_000)] + [refuses(503)] * 4
+    with pytest.raises(FetchError, match="bytes are kept"):
+        fetch("cats-dogs-article", folder)
+    assert fetch("cats-dogs-article", folder).joinpath("data").is_dir()
+    assert "Range" in site.asked[-1]
 
 
 def test_a_folder_that_fills_meanwhile_stays(site, article, tmp_path):
@@ -583,6 +593,7 @@ def test_a_folder_that_fills_meanwhile_stays(site, article, tmp_path):
     with pytest.raises(FetchError, match="not empty"):
         fetch("cats-dogs-article", folder)
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+    assert (tmp_path / "photos.part" / "HEAD.zip").exists()
 
 
 def test_an_unwritable_place(article, tmp_path, capsys):
@@ -624,6 +635,7 @@ def test_two_commands_do_not_mix(article, tmp_path):
     with FileLock(unfinished(tmp_path) / "lock"):
         with pytest.raises(FetchError, match="another command is at work"):
             fetch("cats-dogs-article", tmp_path / "photos")
+        assert (tmp_path / "photos.part").exists()
     fetch("cats-dogs-article", tmp_path / "photos")
 
 
@@ -695,7 +707,7 @@ def test_without_the_client(kaggle, tmp_path, capsys):
         message = capsys.readouterr().err
         assert "client is not installed. By hand: accept the rules on https://www.k" in message
         assert SOURCES[name].files[0] in message and str(tmp_path / name) in message
-        assert not (tmp_path / name).exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"bin"}
 
 
 def test_without_a_token(kaggle, tmp_path, capfd):
