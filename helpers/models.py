@@ -379,11 +379,6 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
             "is trained. Run the frozen part under torch.no_grad() instead.",
             stacklevel=3,
         )
-    # A decoder's key-value cache would be filled twice by a recomputed layer.
-    config = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
-    if use_cache:
-        config.use_cache = False
     for module, forward in replaced.items():
         module.forward = forward
     try:
@@ -391,6 +386,22 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
     finally:
         for module in replaced:
             del module.forward
+
+
+@contextlib.contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Within this context a transformers decoder keeps no cache, which training does not read.
+
+    A recomputed layer would fill it twice; and with it the arithmetic runs in another order, so
+    that plain and checkpointed steps would differ in their last bits.
+    """
+    config = getattr(unwrap(model), "config", None)
+    use_cache = getattr(config, "use_cache", False)
+    if use_cache:
+        config.use_cache = False
+    try:
+        yield
+    finally:
         if use_cache:
             config.use_cache = use_cache
 

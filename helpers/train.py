@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from helpers.distributed import from_all, is_ddp, process_count, process_rank, wait_for_all
 from helpers.memory import MIB, Timeline, Timing, Usage, measure, timed
-from helpers.models import Checkpoint, checkpointing, unwrap
+from helpers.models import Checkpoint, checkpointing, unwrap, without_cache
 from helpers.snapshot import (
     loader_generators,
     read_snapshot,
@@ -314,6 +314,7 @@ def _forward_context(model: nn.Module, recipe: Recipe) -> contextlib.ExitStack:
         stack.enter_context(torch.autocast(device, dtype, cache_enabled=recipe.amp_cache))
     if recipe.offload:
         stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=device == "cuda"))
+    stack.enter_context(without_cache(model))
     stack.enter_context(checkpointing(model, recipe.checkpoint))
     return stack
 
