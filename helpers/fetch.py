@@ -177,7 +177,7 @@ def fetch(name: str, folder: str | os.PathLike | None = None) -> Path:
             try:
                 _prepare(source, staging, folder)
             except BaseException:
-                if not _unfinished(staging):
+                if not _worth_keeping(staging):
                     shutil.rmtree(staging, ignore_errors=True)
                 raise
         shutil.rmtree(staging, ignore_errors=True)
@@ -272,7 +272,7 @@ def _make_staging(staging: Path) -> None:
         mark.write_text("python -m helpers data keeps unfinished downloads here.\n")
 
 
-def _unfinished(staging: Path) -> list[Path]:
+def _worth_keeping(staging: Path) -> list[Path]:
     """What has come so far: files worth keeping for the next command."""
     own = (STAGING_MARK, LOCK)
     return [path for path in staging.rglob("*") if path.is_file() and path.name not in own]

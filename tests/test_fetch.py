@@ -13,6 +13,7 @@ import struct
 import sys
 import tarfile
 import threading
+import time
 import urllib.request
 import zipfile
 from dataclasses import replace
@@ -241,6 +242,28 @@ def test_a_silent_server_is_given_up(site, web, tmp_path, monkeypatch):
         release.set()
 
 
+@pytest.mark.parametrize("end", ["silence", "reset"])
+def test_a_connection_that_dies_in_the_middle(site, unknown, tmp_path, monkeypatch, end):
+    monkeypatch.setattr(fetch_module, "HTTP_TIMEOUT", 0.2)
+    release = threading.Event()
+
+    def dies(handler):
+        handler.answer(send=100_000)
+        if end == "silence":
+            release.wait(10)
+        else:  # closing drops what was not sent yet and answers with a reset
+            time.sleep(0.05)
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0" * 2)
+        return True
+
+    site.moods = [dies]
+    try:
+        assert download(unknown, tmp_path).read_bytes() == GOOD
+    finally:
+        release.set()
+    assert len(site.asked) == 2 and int(site.asked[-1]["Range"][6:-1]) > 65_000
+
+
 def test_nobody_there(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(fetch_module, "PAUSE", 0.0)
@@ -444,6 +467,14 @@ def test_too_little_room_is_said_first(site, web, tmp_path, monkeypatch):
     with pytest.raises(FetchError, match=f"needed {needed} bytes, 1,000 bytes are free"):
         download(web, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_too_little_room_to_unpack_is_said_first(tmp_path, monkeypatch):
+    free = shutil._ntuple_diskusage(10**9, 10**9, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    with pytest.raises(FetchError, match="needed 300,003 bytes, 1,000 bytes are free"):
+        unpack(written(tmp_path, "good.zip", GOOD), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_that_fills_up_keeps_what_has_come(site, web, tmp_path):
@@ -710,7 +741,20 @@ def test_without_the_client(kaggle, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"bin"}
 
 
-def test_without_a_token(kaggle, tmp_path, capfd):
+@pytest.fixture
+def typed_input():
+    """Something to read on standard input, for children too."""
+    reading, writing = os.pipe()
+    os.write(writing, b"yes\n")
+    before = os.dup(0)
+    os.dup2(reading, 0)
+    yield
+    os.dup2(before, 0)
+    for descriptor in (reading, writing, before):
+        os.close(descriptor)
+
+
+def test_without_a_token(kaggle, tmp_path, capfd, typed_input):
     kaggle('echo "Authentication required"; read line && exit 0; exit 1')
     assert main(["data", "jigsaw", str(tmp_path / "comments")]) == 2
     output = capfd.readouterr()
