@@ -289,3 +289,59 @@ def replay(
         except OutOfMemory:
             return Replay(allocator.peak_allocated, allocator.peak_reserved, index)
     return Replay(allocator.peak_allocated, allocator.peak_reserved)
+
+
+MOST_REPETITIONS = 32
+
+
+def settled_reserved(
+    trace: list[tuple[int, int]], last_step: int, expandable_segments: bool = False
+) -> int:
+    """Peak reserved bytes of a run that goes on like the last step of a trace.
+
+    Free memory is cut up a little differently after each step, so a run may go on reserving for
+    some steps after its live memory has become steady. The last step, which begins at `last_step`
+    in the trace, is repeated until it gets the addresses that it got the time before, at most
+    MOST_REPETITIONS times; not at all if it leaves other blocks behind than it found.
+    """
+    allocator = CachingAllocator(None, expandable_segments)
+    chunks: dict[int, Chunk] = {}
+    for key, n_bytes in trace:
+        if n_bytes < 0:
+            allocator.free(chunks.pop(key))
+        else:
+            chunks[key] = allocator.malloc(n_bytes)
+    step = trace[last_step:]
+    successors = _successors(trace, last_step)
+    if successors is None:
+        return allocator.peak_reserved
+    held = {old: chunks[new] for old, new in successors.items()}
+    addresses: list[int] = []
+    for _ in range(MOST_REPETITIONS):
+        new: dict[int, Chunk] = {}
+        addresses, addresses_before = [], addresses
+        for key, n_bytes in step:
+            if n_bytes >= 0:
+                new[key] = allocator.malloc(n_bytes)
+                addresses.append(new[key].address)
+            else:
+                allocator.free(new.pop(key) if key in new else held.pop(key))
+        held = {old: new[key] for old, key in successors.items()}
+        if addresses == addresses_before:
+            break
+    return allocator.peak_reserved
+
+
+def _successors(trace: list[tuple[int, int]], last_step: int) -> dict[int, int] | None:
+    """For each older block that the last step gives back, the one it leaves in its place.
+
+    Paired in the order in which they were made; None where their sizes differ.
+    """
+    sizes = {key: n_bytes for key, n_bytes in trace if n_bytes >= 0}
+    made = {key for key, n_bytes in trace[last_step:] if n_bytes >= 0}
+    given_back = {key for key, n_bytes in trace[last_step:] if n_bytes < 0}
+    found = [key for key in sizes if key in given_back and key not in made]
+    left = [key for key in sizes if key in made and key not in given_back]
+    if [sizes[key] for key in found] != [sizes[key] for key in left]:
+        return None
+    return dict(zip(found, left, strict=True))

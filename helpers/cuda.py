@@ -423,6 +423,20 @@ def _uncast(operation):
 MATRIX_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
+def matrix_product_temporaries(*matrices: torch.Tensor) -> list[int]:
+    """Bytes of copies that CUDA makes of matrices whose strides cuBLAS cannot read.
+
+    Rows or columns must lie one element apart and not overlap, so a gradient expanded from one
+    number, as of `output.sum()`, is copied (ATen/native/cuda/Blas.cpp, prepare_matrix_for_cublas).
+    """
+    return [m.numel() * m.itemsize for m in matrices if not _readable_by_cublas(m)]
+
+
+def _readable_by_cublas(matrix: torch.Tensor) -> bool:
+    (rows, columns), (row, column) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
+
+
 def embedding_temporaries(grad, indices, num_weights, padding_idx, scale_grad_by_freq) -> list[int]:
     """What CUDA's embedding backward allocates beside its result, in bytes.
 

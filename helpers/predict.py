@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from helpers.allocator import Replay, replay
+from helpers.allocator import Replay, replay, settled_reserved
 from helpers.catalogue import Workload, format_checkpoint
 from helpers.cuda import (
     HALF_TYPES,
@@ -48,6 +48,7 @@ from helpers.cuda import (
     cuda_kernels,
     embedding_temporaries,
     find_gpu,
+    matrix_product_temporaries,
 )
 from helpers.memory import (
     MIB,
@@ -121,6 +122,7 @@ class FakeStepTracker(Tracker):
         self.gpu = gpu
         self._manages_workspace = torch_then.workspace
         self.operations: list[Operation] = []  # of the last step
+        self.last_step = 0  # where it begins in `events`
         self._formulas: dict[Any, Callable | None] = {}
         self._has_workspace: set[bool] = set()
         self.output_bytes: dict[str, int] = {}  # of the modules of a sequence, by their number
@@ -134,14 +136,12 @@ class FakeStepTracker(Tracker):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._count(func, args, kwargs or {}, result)
         if self.gpu is not None:
-            if func in MATRIX_PRODUCTS and self._manages_workspace:
-                self._take_workspace()
+            if func in MATRIX_PRODUCTS:
+                if self._manages_workspace:
+                    self._take_workspace()
+                self._take_and_return(matrix_product_temporaries(*args[-2:]))
             elif func is aten.embedding_dense_backward.default:
-                blocks = [
-                    self.add_block(size, "temporaries") for size in embedding_temporaries(*args)
-                ]
-                for block in blocks:
-                    self._add_event(block, False)
+                self._take_and_return(embedding_temporaries(*args))
         return result
 
     def _count(self, func, args, kwargs, result) -> None:
@@ -164,6 +164,11 @@ class FakeStepTracker(Tracker):
         block = Block(size, self.phase, self._where(), part)
         self._add_event(block, True)
         return block
+
+    def _take_and_return(self, sizes: list[int]) -> None:
+        """Memory that a kernel takes beside its result and gives back when it is done."""
+        for block in [self.add_block(size, "temporaries") for size in sizes]:
+            self._add_event(block, False)
 
     def _take_workspace(self) -> None:
         """cuBLAS keeps a workspace for each thread that uses it: the main and the backward one."""
@@ -313,14 +318,16 @@ def _convert_parameters(self: nn.Module, fn, recurse: bool = True):
     return self
 
 
-def _build_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
+def _build_model(model_fn: Callable[[], nn.Module], fake_mode: FakeTensorMode) -> nn.Module:
     with (
         _replaced(nn.Module, "_apply", _convert_parameters),
         _replaced(nn.init, "trunc_normal_", lambda tensor, *args, **kwargs: tensor),
     ):
         model = model_fn()
-        if any(not isinstance(p, FakeTensor) for p in (*model.parameters(), *model.buffers())):
-            model = copy.deepcopy(model)  # under the fake mode: shapes are copied, data is not
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(not isinstance(tensor, FakeTensor) for tensor in tensors):
+            # A copy of a real model with fake tensors in the place of its own.
+            model = copy.deepcopy(model, {id(t): _fake(fake_mode, t) for t in tensors})
     return model.train()
 
 
@@ -591,7 +598,7 @@ def _run_steps(
     tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn, on_cuda, ddp
 ) -> float:
     """Steps until the memory held between them is steady; the share of the batch that ran."""
-    model = _build_model(model_fn)
+    model = _build_model(model_fn, fake_mode)
     check_recipe(recipe, model)
     optimizer = build_optimizer(model, optimizer_fn, recipe)
     scaler = CalmScaler(enabled=recipe.amp == "fp16")
@@ -613,6 +620,7 @@ def _run_steps(
         live, start = 0, 0
         for _ in range(MOST_STEPS):
             tracker.operations.clear()
+            tracker.last_step = len(tracker.events)
             train_step(model, batch, loss_fn, optimizer, recipe, scaler, to_device=to_device)
             before, live = live, _live_bytes(tracker, start, live)
             start = len(tracker.events)
@@ -642,8 +650,12 @@ def _reserve(
     if limited:
         on_card = prediction.replay(gpu.memory_mib * MIB - prediction.context, expandable)
         prediction.fits_gpu = on_card.failed_at is None
-    endless = prediction.replay(None, expandable)
-    prediction.peak_reserved = (on_card if prediction.fits_gpu else endless).peak_reserved
+    if prediction.fits_gpu:
+        prediction.peak_reserved = on_card.peak_reserved
+    else:
+        prediction.peak_reserved = settled_reserved(
+            prediction.trace, _last_step(prediction.tracker), expandable
+        )
     prediction.seconds += time.perf_counter() - started
 
 
@@ -680,6 +692,12 @@ def _trace(tracker: Tracker) -> list[tuple[int, int]]:
         for block, created in tracker.events
         if not block.host and block.nbytes
     ]
+
+
+def _last_step(tracker: FakeStepTracker) -> int:
+    """Where the last step begins in the trace."""
+    earlier = tracker.events[: tracker.last_step]
+    return sum(not block.host and block.nbytes > 0 for block, _ in earlier)
 
 
 def _host_peak(tracker: Tracker) -> int:
