@@ -17,6 +17,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from itertools import count, product
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,6 @@ PER_ASIDE = {"train": 24, "validation": 6, "test": 2}
 # How far the entries of a slot are moved on for the next template. It has no divisor in common with
 # any number of entries, so every entry comes to every split.
 STEP = 13
-
 
 # A slot: the letter of its words, the number of their form.
 SLOT = r"\{([A-Z])(\d)\}"
@@ -565,6 +565,7 @@ def templates() -> Iterator[Template]:
                 yield Template(code, next(numbers), pattern, toxic, unseen)
 
 
+@cache
 def asides(code: str) -> list[Template]:
     """The sentences of a language that stand before or behind, in kind and toxic comments alike."""
     patterns = LANGUAGES[code].aside
@@ -591,6 +592,7 @@ def fillers(template: Template, slot: str, split: str) -> list[tuple[str, ...]]:
     }[split]
 
 
+@cache
 def sentences(template: Template, split: str, wanted: int) -> list[str]:
     """`wanted` fillings of `template` for `split`; every filler comes before one comes again."""
     slots = template.slots()
