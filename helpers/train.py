@@ -1072,7 +1072,7 @@ def _measure_step(
         usages, updates = [], 0
         # A skipped step does not count: before the first update there is no optimizer state.
         while updates < steps and len(usages) - updates < MAX_SKIPPED_IN_A_ROW:
-            with measure(model, optimizer, inputs=batch) as usage:
+            with measure(model, optimizer, inputs=(batch, vars(scaler))) as usage:
                 result = step()
             usages.append(usage)
             updates += result.stepped
