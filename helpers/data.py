@@ -267,14 +267,9 @@ def default_workers(pictures: int, batch_bytes: int) -> int:
 
 # The drawn sample
 
-FURS = [
-    (70, 60, 55),
-    (150, 95, 50),
-    (205, 140, 80),
-    (120, 120, 125),
-    (190, 185, 180),
-    (230, 200, 160),
-]
+# Darker or lighter than any scenery, so that pixels alone, without edges, tell little.
+DARK_FURS = [(35, 28, 25), (70, 60, 55), (85, 50, 30), (60, 62, 68)]
+LIGHT_FURS = [(235, 235, 230), (240, 225, 200), (225, 160, 90), (200, 195, 190)]
 Colour = tuple[int, ...]
 Point = tuple[float, float]
 
@@ -289,7 +284,7 @@ def draw_pet(kind: str, rng: random.Random, size: int = 128) -> Image.Image:
     canvas = Image.new("RGB", (2 * size, 2 * size))  # halved at the end, which smooths the edges
     _draw_scenery(ImageDraw.Draw(canvas), rng, 2 * size)
     pen = Pen(canvas, rng)
-    fur = _shade(rng.choice(FURS), rng.uniform(0.8, 1.15))
+    fur = _shade(rng.choice(DARK_FURS + LIGHT_FURS), rng.uniform(0.8, 1.15))
     coat = Coat(fur, _shade(fur, rng.uniform(0.5, 0.75)), _shade(fur, rng.uniform(1.15, 1.5)))
     draw_body = rng.choice((_draw_sitting, _draw_standing))
     head, turn = draw_body(pen, rng, coat, kind)
@@ -310,10 +305,10 @@ class Pen:
 
     def __init__(self, canvas: Image.Image, rng: random.Random) -> None:
         self.draw = ImageDraw.Draw(canvas)
-        self.scale = canvas.width * rng.uniform(0.75, 1.05)
+        self.scale = canvas.width * rng.uniform(0.78, 0.95)
         self.flip = rng.choice((-1, 1))
-        self.tilt = rng.uniform(-0.2, 0.2)
-        self.centre = [canvas.width * rng.uniform(0.39, 0.61) for _ in "xy"]
+        self.tilt = rng.uniform(-0.15, 0.15)
+        self.centre = [canvas.width * rng.uniform(0.43, 0.57) for _ in "xy"]
 
     def place(self, points: Iterable[Point]) -> list[Point]:
         """Where the animal's points lie on the canvas."""
@@ -349,11 +344,11 @@ def _draw_scenery(draw: ImageDraw.ImageDraw, rng: random.Random, size: int) -> N
     """A wall, a floor and a few things."""
 
     def colour() -> Colour:
-        return tuple(rng.randint(110, 240) for _ in "rgb")
+        return tuple(rng.randint(80, 170) for _ in "rgb")
 
     draw.rectangle((0, 0, size, size), colour())
     draw.rectangle((0, size * rng.uniform(0.35, 0.85), size, size), colour())
-    for _ in range(rng.randint(1, 5)):
+    for _ in range(rng.randint(0, 2)):
         x, y = rng.uniform(0, size), rng.uniform(0, size)
         rx, ry = size * rng.uniform(0.03, 0.18), size * rng.uniform(0.03, 0.18)
         thing = rng.choice((draw.ellipse, draw.rectangle))
@@ -369,13 +364,13 @@ def _draw_sitting(pen: Pen, rng: random.Random, coat: Coat, kind: str) -> tuple[
         foot = (x + rng.uniform(-0.03, 0.03), 0.25 + rng.uniform(0.2, 0.26))
         pen.line([(x, 0.25), foot], rng.uniform(0.055, 0.08), coat.light)
     _draw_markings(pen, rng, coat, 0, 0.22, wide, high)
-    return (rng.uniform(-0.04, 0.04), -0.16), 0
+    return (rng.uniform(-0.04, 0.04), -0.11), 0
 
 
 def _draw_standing(pen: Pen, rng: random.Random, coat: Coat, kind: str) -> tuple[Point, float]:
     """A body seen from the side; returns where the head is and how far it looks sideways."""
     _draw_tail(pen, rng, coat, kind, (-0.34, -0.02), -1)
-    head = (rng.uniform(0.14, 0.2), rng.uniform(-0.2, -0.1))
+    head = (rng.uniform(0.12, 0.18), rng.uniform(-0.16, -0.08))
     pen.line([(0.1, 0.02), head], 0.15, coat.fur)
     wide, high = rng.uniform(0.27, 0.33), rng.uniform(0.12, 0.17)
     pen.oval(-0.1, 0.06, wide, high, coat.fur)
@@ -420,31 +415,19 @@ def _draw_head(
 ) -> None:
     """Ears, head, muzzle, nose and eyes; `turn` is 0 for a face seen from the front, 1 sideways."""
     x, y = centre
-    r = rng.uniform(0.17, 0.22)
+    r = rng.uniform(0.2, 0.25)
     ear = rng.choice((coat.fur, coat.dark))
     black = tuple(rng.randint(10, 60) for _ in "rgb")
     pen.oval(x, y, r, r * rng.uniform(0.88, 1), coat.fur)
     for side in (-1, 1):
         if kind == "cat":
-            tip = y - r * rng.uniform(1.4, 1.75)
-            pen.polygon(
-                [
-                    (x + side * 0.97 * r, y - 0.2 * r),
-                    (x + side * 0.85 * r, tip),
-                    (x + side * 0.1 * r, y - 0.9 * r),
-                ],
-                ear,
-            )
+            tip = (x + side * 0.95 * r, y - r * rng.uniform(1.6, 1.9))
+            outer, inner = (x + side * 0.97 * r, y - 0.2 * r), (x + side * 0.1 * r, y - 0.9 * r)
+            pen.polygon([outer, tip, inner], ear)
         else:
-            wide, long = r * rng.uniform(0.28, 0.4), r * rng.uniform(0.75, 1)
-            pen.oval(
-                x + side * r,
-                y + r * rng.uniform(0.1, 0.4),
-                wide,
-                long,
-                ear,
-                side * rng.uniform(-0.45, 0),
-            )
+            wide, long = r * rng.uniform(0.34, 0.46), r * rng.uniform(0.95, 1.2)
+            top, tilt = y + r * rng.uniform(0.1, 0.4), side * rng.uniform(-0.45, 0)
+            pen.oval(x + side * r, top, wide, long, ear, tilt)
     if kind == "cat":
         muzzle = (x + 0.2 * turn * r, y + 0.4 * r, 0.36 * r, 0.26 * r)
         nose = (muzzle[0], muzzle[1] - 0.1 * r, 0.1 * r, 0.08 * r)
