@@ -1023,7 +1023,8 @@ def jigsaw(
 
     Comments longer than `max_length` tokens are cut; `truncated` and `report` say how many. `seed`
     fixes the order of the training comments, another one in each epoch. `workers` defaults to 0:
-    comments are tokenised here, before any worker starts, and padding a batch is no work.
+    comments are tokenised here, before any worker starts, and padding a batch is no work. For files
+    of a million comments set TOKENIZERS_PARALLELISM=true beforehand: then all cores tokenise.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for a file that is not UTF-8,
     lacks a column, has broken quoting or a label that is none (with file and line), and for a

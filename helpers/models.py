@@ -535,6 +535,9 @@ def xlmr(
         return _xlmr_from_folder(folder, seed)
     if isinstance(wanted, Path) or folder.is_absolute() or str(wanted).startswith((".", "~")):
         raise FileNotFoundError(f"no folder {wanted}: expected one written by save_pretrained")
+    if _is_cached(wanted):
+        # Without asking the hub for news, which takes minutes where it cannot be reached.
+        return _load_xlmr(wanted, f"{wanted} from the local cache", seed, local_files_only=True)
     unreachable = _why_not_on_hub(wanted)
     if unreachable is None:
         return _load_xlmr(wanted, f"{wanted} from the Hugging Face hub", seed)
@@ -652,7 +655,7 @@ def _random_xlmr(
 def _xlmr_from_folder(folder: Path, seed: int) -> XlmrParts:
     found = sorted(path.name for path in folder.iterdir())
     # Without a vocabulary transformers would build a tokenizer of five pieces and say nothing.
-    for needed in (["config.json"], ["tokenizer.json", "sentencepiece.bpe.model"]):
+    for needed in XLMR_FILES:
         if not set(needed) & set(found):
             raise FileNotFoundError(
                 f"{folder} has no {' or '.join(needed)}, found {', '.join(found) or 'nothing'}: "
@@ -661,14 +664,14 @@ def _xlmr_from_folder(folder: Path, seed: int) -> XlmrParts:
     return _load_xlmr(str(folder), f"XLM-R from {folder}", seed)
 
 
-def _load_xlmr(name: str, origin: str, seed: int) -> XlmrParts:
+def _load_xlmr(name: str, origin: str, seed: int, **where: bool) -> XlmrParts:
     from transformers import AutoConfig, AutoTokenizer, XLMRobertaForSequenceClassification
 
     with _quiet_transformers(), _seeded(seed):
-        _require_xlmr(AutoConfig.from_pretrained(name), origin)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        _require_xlmr(AutoConfig.from_pretrained(name, **where), origin)
+        tokenizer = AutoTokenizer.from_pretrained(name, **where)
         model, loading = XLMRobertaForSequenceClassification.from_pretrained(
-            name, **ONE_LOGIT, output_loading_info=True, ignore_mismatched_sizes=True
+            name, **ONE_LOGIT, **where, output_loading_info=True, ignore_mismatched_sizes=True
         )
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
@@ -696,17 +699,34 @@ def _limit_length(tokenizer, config: PretrainedConfig):
     return tokenizer
 
 
-def _why_not_on_hub(name: str, timeout: float = 5.0) -> str | None:
-    """Why `name` cannot be had from the hub, found within seconds; None if it can, or is cached."""
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+# What a model and its tokenizer consist of: of each line one file.
+XLMR_FILES = (
+    ("config.json",),
+    ("tokenizer.json", "sentencepiece.bpe.model"),
+    ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"),
+)
+
+
+def _is_cached(name: str) -> bool:
+    """Whether an earlier download left all of model and tokenizer in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = huggingface_hub.try_to_load_from_cache(name, "config.json")
+        return all(
+            any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+            for files in XLMR_FILES
+        )
     except HFValidationError:
-        raise ValueError(
-            f"{name!r} is neither a folder nor a model name nor one of {', '.join(XLMR_SIZES)}"
-        ) from None
+        sizes = ", ".join(XLMR_SIZES)
+        raise ValueError(f"{name!r} is neither a folder nor a model name nor {sizes}") from None
+
+
+def _why_not_on_hub(name: str, timeout: float = 5.0) -> str | None:
+    """Why `name` cannot be had from the hub, found within seconds; None if it can."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
     offline = huggingface_hub.constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "0") in (
         "1",
         "true",
@@ -720,8 +740,6 @@ def _why_not_on_hub(name: str, timeout: float = 5.0) -> str | None:
         except Exception as error:  # handed to the caller's thread below
             answer.append(error)
 
-    if isinstance(cached, str):
-        return None
     if offline:
         return "HF_HUB_OFFLINE is set and the model is not in the cache"
     # In a thread, because looking up a host name has no timeout of its own.

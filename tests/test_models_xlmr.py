@@ -1,8 +1,13 @@
 """XLM-R: the real classifier with one logit, from a folder, the hub, or small and random."""
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -231,6 +236,10 @@ def test_folders_that_hold_something_else_are_refused(saved, tmp_path, texts):
     train_tokenizer(comment_texts()).save_pretrained(folder)  # more pieces than 300 texts have
     with pytest.raises(ValueError, match="the tokenizer has .* pieces, the model .* 1,000"):
         xlmr(folder)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    with pytest.raises(FileNotFoundError, match="has no model.safetensors or .*weights.safetens"):
+        xlmr(folder)
+    (folder / "weights.safetensors").rename(folder / "model.safetensors")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match="has no tokenizer.json or .*, found config.json"):
         xlmr(folder)
@@ -276,6 +285,26 @@ def test_a_name_that_the_hub_does_not_have_is_an_error_and_no_fallback(no_hub, t
     no_hub.answer = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
     with pytest.raises(ValueError, match="the hub has no model 'xlm-robeta-base'"):
         xlmr("xlm-robeta-base", texts=texts)
+
+
+def test_a_model_in_the_cache_is_loaded_without_the_hub(saved, tmp_path):
+    _, folder = saved
+    snapshot = tmp_path / "cache" / "models--some--xlmr" / "snapshots" / "abc"
+    shutil.copytree(folder, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    script = "from helpers.models import xlmr; print(xlmr('some/xlmr').source)"
+    # In a process of its own, because the cache's place is read from the environment at import.
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody answers there
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert done.stdout == "some/xlmr from the local cache; all weights loaded\n", done.stderr
 
 
 def test_what_cannot_be_a_name_is_refused_before_anyone_is_asked(texts):
