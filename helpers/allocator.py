@@ -120,10 +120,6 @@ class CachingAllocator:
                     pool.remove(chunk)
                     self.reserved -= chunk.size
 
-    def segments(self) -> int:
-        """Bytes of cached memory that no request uses now."""
-        return self.reserved - self.allocated
-
     # Segments of fixed size
 
     def _new_segment(self, pool: Pool, size: int) -> Chunk:

@@ -195,6 +195,10 @@ class FakeStepTracker(Tracker):
                     peaks[phase] = (live, block.where)
         return {phase: (size, self._module_name(where)) for phase, (size, where) in peaks.items()}
 
+    def _step_begins(self, optimizer, args, kwargs) -> None:
+        super()._step_begins(optimizer, args, kwargs)
+        self.add_block(0, "temporaries")  # marks the phase for optimizers that allocate nothing
+
     def _step_ends(self, optimizer, args, kwargs) -> None:
         super()._step_ends(optimizer, args, kwargs)
         if self.gpu is None:
@@ -731,7 +735,8 @@ def _explained() -> Iterator[None]:
 def _user_frame(error: Exception) -> traceback.FrameSummary:
     """The innermost line that is neither torch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = (str(Path(torch.__file__).parent), sys.modules[__name__].__spec__.origin)
+    here = Path(sys.modules[__name__].__spec__.origin).parent
+    inside = (str(Path(torch.__file__).parent), str(here))
     return next((f for f in reversed(frames) if not f.filename.startswith(inside)), frames[-1])
 
 
@@ -993,9 +998,9 @@ def plan(
 
     budget: a `Gpu`, or its name or size as text ("T4", "11 GiB"). A named `optimizer` is kept (its
     kernel may change); without one it is chosen too. Precision, micro-batches and what is
-    recomputed are chosen; a model that is one `nn.Sequential` gets the segments that cost least. "Fits" means
-    that the requests for memory, played to torch's allocator on that card, succeed. Times are
-    estimates that rank, see `Prediction.step_seconds`.
+    recomputed are chosen; a model that is one `nn.Sequential` gets the segments that cost least.
+    "Fits" means that the requests for memory, played to torch's allocator on that card, succeed.
+    Times are estimates that rank, see `Prediction.step_seconds`.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected 1 or more")
@@ -1020,10 +1025,11 @@ class PlanSearch:
         self.batch_size = batch_size
         self.gpu = gpu
         self.found: dict[tuple[str, Recipe], Prediction] = {}
+        self.found_expandable: dict[tuple[str, Recipe], Prediction] = {}
         self.leanest: tuple[Prediction, str, Recipe] | None = None
         self._known: dict[tuple[str, Recipe, int], Prediction] = {}
-        with FakeTensorMode(), _process_left_as_it_was():
-            model = _build_model(workload.model_fn)
+        with FakeTensorMode() as fake_mode, _process_left_as_it_was():
+            model = _build_model(workload.model_fn, fake_mode)
         self.is_sequence = type(model) is nn.Sequential
         self.cuts = legal_cuts(model) if self.is_sequence else []
         self.n_children = len(model) if self.is_sequence else 0
@@ -1060,11 +1066,18 @@ class PlanSearch:
                 self._note(optimizer, recipe, self.batch_size)
 
     def _note(self, optimizer: str, recipe: Recipe, micro_batch: int) -> bool:
-        """Predict, and keep the recipe if it fits."""
+        """Predict, and keep the recipe if it fits, or would with expandable segments."""
         prediction = self.predicted(optimizer, recipe, micro_batch)
         if prediction.fits_gpu:
             self.found[optimizer, recipe] = prediction
-        return bool(prediction.fits_gpu)
+            return True
+        capacity = self.gpu.memory_mib * MIB - prediction.context
+        expanded = prediction.replay(capacity, expandable_segments=True)
+        if expanded.failed_at is None:
+            self.found_expandable[optimizer, recipe] = replace(
+                prediction, peak_reserved=expanded.peak_reserved, fits_gpu=True
+            )
+        return False
 
     def micro_batch(self, pieces: int) -> int:
         return -(-self.batch_size // pieces)
@@ -1108,7 +1121,13 @@ class PlanSearch:
 
     def result(self, wanted: str | None, most: int) -> Plans:
         """The best recipes found, or the floor."""
-        if not self.found:
+        without = {(name, recipe.amp) for name, recipe in self.found}
+        expandable = {
+            (name, recipe): prediction
+            for (name, recipe), prediction in self.found_expandable.items()
+            if (name, recipe.amp) not in without
+        }
+        if not self.found and not expandable:
             return Plans((), self._floor(), self.gpu)
         optimizer = KERNELS.get(wanted, wanted) if wanted else CHOICE_OF_OPTIMIZERS[0]
         plain = self.predicted(optimizer, Recipe(), self.batch_size).step_seconds(self.gpu)
@@ -1119,17 +1138,29 @@ class PlanSearch:
                 self.micro_batch(recipe.accumulate),
                 prediction,
                 prediction.step_seconds(self.gpu) / plain,
-                self._changes(wanted, name, recipe, prediction),
+                self._changes(wanted, name, recipe, prediction, (name, recipe) in expandable),
                 predict_command_line(
-                    self.workload, self.micro_batch(recipe.accumulate), recipe, name, self.gpu
+                    self.workload,
+                    self.micro_batch(recipe.accumulate),
+                    recipe,
+                    name,
+                    self.gpu,
+                    expandable_segments=(name, recipe) in expandable,
                 ),
             )
-            for (name, recipe), prediction in self.found.items()
+            for (name, recipe), prediction in (self.found | expandable).items()
         ]
         plans.sort(key=lambda plan: plan.relative_time)
         return Plans(tuple(plans[:most]), None, self.gpu)
 
-    def _changes(self, wanted, name, recipe: Recipe, prediction: Prediction) -> tuple[str, ...]:
+    def _changes(
+        self,
+        wanted: str | None,
+        name: str,
+        recipe: Recipe,
+        prediction: Prediction,
+        expandable: bool,
+    ) -> tuple[str, ...]:
         changes = []
         if wanted is None and name != CHOICE_OF_OPTIMIZERS[0]:
             changes.append(f"another optimizer than AdamW: {name}")
@@ -1144,6 +1175,8 @@ class PlanSearch:
             changes.append(f"{share:.0%} of the arithmetic is recomputation: same result")
         if recipe.optimizer_in_backward:
             changes.append("the update runs in the backward pass: no clipping, no accumulation")
+        if expandable:
+            changes.append("needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, on Linux")
         return tuple(changes)
 
     def _floor(self) -> str:
@@ -1179,7 +1212,12 @@ class PlanSearch:
 
 
 def predict_command_line(
-    workload: Workload, micro_batch: int, recipe: Recipe, optimizer: str, gpu: Gpu | None = None
+    workload: Workload,
+    micro_batch: int,
+    recipe: Recipe,
+    optimizer: str,
+    gpu: Gpu | None = None,
+    expandable_segments: bool = False,
 ) -> str:
     """The command that predicts a recipe for a model of the catalogue."""
     options = {
@@ -1197,6 +1235,7 @@ def predict_command_line(
         "--offload": recipe.offload,
         "--no-amp-cache": not recipe.amp_cache,
         "--zero-grad zero": not recipe.set_to_none,
+        "--expandable-segments": expandable_segments,
     }
     words = ["python", "-m", "helpers", "predict", shlex.quote(workload.name)]
     for option, value in options.items():
