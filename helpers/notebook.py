@@ -370,7 +370,8 @@ def result_row(
     """One line of the result table.
 
     usage: the measurement (anything with peak_mib, peak_source, reserved_mib and
-    device_used_mib), or None where there is none, with the reason in `note`.
+    device_used_mib), a prediction, which has no source but itself, or None where there is
+    neither, with the reason in `note`.
     identical_to_baseline: "baseline" in the notebook's baseline row, True or False where loss,
     gradients and buffers were compared with it bit by bit, None where they were not.
     What is unknown stays None and is shown as n/a.
@@ -386,7 +387,8 @@ def result_row(
         "note": note,
     }
     for name in ("peak_mib", "reserved_mib", "device_used_mib", "peak_source"):
-        value = None if usage is None else getattr(usage, name)
+        default = ("predicted",) if name == "peak_source" else ()
+        value = None if usage is None else getattr(usage, name, *default)
         row[name] = round(value, 2) if isinstance(value, float) else value
     if row["peak_mib"] is None:  # a configuration that did not fit: its reason is the note
         row["peak_source"] = None
