@@ -997,10 +997,10 @@ def plan(
     """Recipes that train `workload` with batches of `batch_size` on a card, the fastest first.
 
     budget: a `Gpu`, or its name or size as text ("T4", "11 GiB"). A named `optimizer` is kept (its
-    kernel may change); without one it is chosen too. Precision, micro-batches and what is
-    recomputed are chosen; a model that is one `nn.Sequential` gets the segments that cost least.
-    "Fits" means that the requests for memory, played to torch's allocator on that card, succeed.
-    Times are estimates that rank, see `Prediction.step_seconds`.
+    kernel may change); without one it is AdamW, where that cannot fit Adafactor, at last SGD.
+    Precision, micro-batches and what is recomputed are chosen; a model that is one `nn.Sequential`
+    gets the segments that cost least. "Fits" means that the requests for memory, played to torch's
+    allocator on that card, succeed. Times are estimates that rank, see `Prediction.step_seconds`.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected 1 or more")
@@ -1014,6 +1014,8 @@ def plan(
     for name in names:
         for amp in ("off", "bf16" if gpu.flash else "fp16"):
             search.try_recipes(name, Recipe(amp=amp))
+        if search.found or search.found_expandable:
+            break
     return search.result(optimizer, most)
 
 
@@ -1051,19 +1053,23 @@ class PlanSearch:
 
     def try_recipes(self, optimizer: str, plain: Recipe) -> None:
         """Without recomputation, then with as much as it takes to need fewer micro-batches."""
-        pieces = self._fewest_pieces(optimizer, plain)
-        if pieces == 1:
-            return
-        if self.is_sequence:
-            for fewer in (1, 2, 4, 8):
-                if pieces is None or fewer < pieces:
-                    self._try_segments(optimizer, replace(plain, accumulate=fewer))
-        elif self.has_blocks:
-            self._fewest_pieces(optimizer, replace(plain, checkpoint="layers"))
+        one_pass = self.predicted(optimizer, plain, self.batch_size)
+        # The update needs the same memory with every micro-batch and every recomputation.
+        if one_pass.phase_peaks["optimizer"] <= self.gpu.memory_mib * MIB - one_pass.context:
+            pieces = self._fewest_pieces(optimizer, plain)
+            if pieces == 1:
+                return
+            if self.is_sequence:
+                for fewer in (1, 2, 4, 8):
+                    if pieces is None or fewer < pieces:
+                        self._try_segments(optimizer, replace(plain, accumulate=fewer))
+            elif self.has_blocks:
+                self._fewest_pieces(optimizer, replace(plain, checkpoint="layers"))
         if plain.amp != "fp16":
-            for how in (None, "layers") if self.has_blocks else (None,):
+            for how in ("layers", None) if self.has_blocks else (None,):
                 recipe = replace(plain, checkpoint=how, optimizer_in_backward=True)
-                self._note(optimizer, recipe, self.batch_size)
+                if not self._note(optimizer, recipe, self.batch_size):
+                    break
 
     def _note(self, optimizer: str, recipe: Recipe, micro_batch: int) -> bool:
         """Predict, and keep the recipe if it fits, or would with expandable segments."""
