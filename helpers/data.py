@@ -88,11 +88,16 @@ def cats_vs_dogs(
 
     Raises FileNotFoundError for a missing folder and ValueError for one that cannot be trained on.
     """
-    for name, value in [("image_size", image_size), ("batch_size", batch_size)]:
-        _require_count(name, value)
-    for name, value in [("train_limit", train_limit), ("val_limit", val_limit)]:
+    _require_whole("image_size", image_size, least=1)
+    _require_whole("batch_size", batch_size, least=1)
+    _require_whole("seed", seed, least=0)
+    for name, value, least in [
+        ("workers", workers, 0),
+        ("train_limit", train_limit, 1),
+        ("val_limit", val_limit, 1),
+    ]:
         if value is not None:
-            _require_count(name, value)
+            _require_whole(name, value, least)
     training, validation = train_transform(image_size), val_transform(image_size)
     if root is None:
         classes, source, report = PET_CLASSES, "drawn sample", PictureReport()
@@ -891,9 +896,9 @@ def _count_by_class(labels: list[int], classes: Sequence[str]) -> dict[str, int]
     return {name: labels.count(label) for label, name in enumerate(classes)}
 
 
-def _require_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+def _require_whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
 
 
 # --- Toxic comments ------------------------------------------------------------------------

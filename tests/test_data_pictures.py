@@ -204,10 +204,16 @@ def test_limits_keep_the_classes_balanced(tree):
 
 
 @pytest.mark.parametrize("option", ["image_size", "batch_size", "train_limit", "val_limit"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, True])
-def test_sizes_must_be_counts(option, value):
-    with pytest.raises(ValueError, match=option):
-        small(**{option: value})
+def test_sizes_must_be_whole_numbers(option):
+    for value in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match=f"{option}: expected a whole number of at least 1"):
+            small(**{option: value})
+
+
+def test_seed_and_workers_must_be_whole_numbers():
+    for option in ("seed", "workers"):
+        with pytest.raises(ValueError, match=f"{option}: expected a whole number of at least 0"):
+            small(**{option: -1})
 
 
 def test_default_workers(monkeypatch):
