@@ -1,4 +1,4 @@
-# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | report | clean
+# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | gpu-check | report | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ BUSY := $(VENV)/unfinished
 # twenty times slower) as soon as another program wants one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test lab bench report clean
+.PHONY: run test lab bench gpu-check report clean
 
 run: $(READY)
 	@$(PY) -m helpers run \
@@ -23,7 +23,12 @@ lab: $(READY)
 	@$(PY) -m jupyterlab --KernelManager.transport_encryption=auto notebooks
 
 bench: $(READY)
+	@$(PY) -m pip install -qq --disable-pip-version-check -r tests/benchmarks/requirements.txt
 	@$(PY) -m pytest -q -s tests/benchmarks/bench_*.py
+
+# PY=python takes another interpreter, with versions of torch and transformers of its own.
+gpu-check: $(if $(filter $(VENV)/bin/python,$(PY)),$(READY))
+	@PYTHONPATH=. $(PY) tests/benchmarks/gpu_check.py
 
 report: $(READY)
 	@$(PY) -m helpers report
