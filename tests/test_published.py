@@ -37,11 +37,14 @@ def test_what_a_gpu_allocated_to_the_byte(name):
     assert predicted == FACTS[name]["bytes"]
 
 
-def test_summaries_count_every_row_once_in_each_grouping():
-    row = FACTS["ogc_resnet50_b64"]
-    old = bench.score(row, row["bytes"] * 2, row["bytes"])
-    new = bench.score(FACTS["lfs_00_orig"], 1, FACTS["lfs_00_orig"]["bytes"])
-    groups = {group["group"]: group for group in bench.summaries([old, new])}
-    assert groups["all"]["rows"] == 2 and groups["all"]["median_then"] == 0
+def test_summaries_by_reading_and_age_and_without_the_excused():
+    resnet, gpt2, (missed,) = FACTS["ogc_resnet50_b64"], FACTS["lfs_00_orig"], bench.MISSES
+    old = bench.score(resnet, resnet["bytes"] * 2, resnet["bytes"])
+    new = bench.score(gpt2, 1, gpt2["bytes"])
+    miss = bench.score(FACTS[missed], 1, 1)
+    groups = {group["group"]: group for group in bench.summaries([old, new, miss])}
     assert groups["all readings, older than torch 2.0"]["worst_today"] == pytest.approx(1)
     assert groups["peak reserved, torch 2.0 or newer"]["rows"] == 1
+    assert groups["all"]["rows"] == 3 and groups["all"]["worst_then"] > 0.99
+    excused = groups[f"all, without {missed}"]
+    assert excused["rows"] == 2 and excused["worst_then"] == 0

@@ -46,6 +46,11 @@ MISSES = {
     " is not known (at batch 4 the peak lies in the optimizer step, which hides it)",
 }
 MISS = 0.03
+TODAY_DIFFERS = (
+    "Today's software needs less than that of the older rows (softmax keeps its result only, "
+    "gradients are freed, not zeroed) and, beside the smallest models, more: cuBLAS's workspace of "
+    "16 MiB comes out of torch's allocator."
+)
 
 
 def read_facts() -> list[dict]:
@@ -113,6 +118,9 @@ def summaries(rows: list[dict]) -> list[dict]:
     for row in rows:
         groups.setdefault(f"all readings, {row['stack']}", []).append(row)
     groups["all"] = rows
+    without = f", without {', '.join(MISSES)}"
+    for title in ("all readings, torch 2.0 or newer", "all"):
+        groups[title + without] = [row for row in groups[title] if row["id"] not in MISSES]
     return [summary(title, members) for title, members in groups.items()]
 
 
@@ -142,7 +150,7 @@ def print_table(result: dict) -> None:
             f"{100 * group['worst_today']:>9,.2f} %{100 * group['median_then']:>7.2f} %"
             f"{100 * group['worst_then']:>7.2f} %"
         )
-    print("\nMissed by more than 3 %:")
+    print(f"\n{result['note']}\nMissed by more than 3 %:")
     for miss in result["misses"]:
         print(f"- {miss['id']} ({per_cent(miss['error_then'])}): {miss['reason']}")
     print("Not scored:")
@@ -178,6 +186,7 @@ def test_predictions_of_published_measurements():
     result = {
         "machine": describe_machine(),
         "seconds": time.perf_counter() - started,
+        "note": TODAY_DIFFERS,
         "groups": summaries(scored),
         "rows": scored,
         "misses": [
@@ -197,8 +206,6 @@ def test_predictions_of_published_measurements():
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "published.json").write_text(json.dumps(result, indent=1) + "\n")
     print_table(result)
-    excused = [row for row in scored if row["id"] not in MISSES]
-    new = summary("", [row for row in excused if row["stack"] == "torch 2.0 or newer"])
-    every = summary("", excused)
+    *_, new, every = result["groups"]  # without the rows that are excused by name
     assert new["median_then"] <= 0.005 and new["worst_then"] <= 0.03
     assert every["median_then"] <= 0.01 and every["worst_then"] <= 0.05
