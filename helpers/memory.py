@@ -211,7 +211,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        before, self.phase = self.phase, self._find_phase()
+        before, self.phase = self.phase, self._find_phase(func, args)
         if before == "backward" != self.phase:
             self._scan_gradients()
         for tensor in _tensors(args):
@@ -261,16 +261,23 @@ class Tracker(TorchDispatchMode):
 
     # Phase and module
 
-    def _find_phase(self) -> str:
-        """The part of the training step that is running now."""
+    def _find_phase(self, func, args) -> str:
+        """The part of the training step that an operation on `args` belongs to."""
         if self._optimizers:
             return "optimizer"
         if torch._C._current_graph_task_id() != -1:
             # The backward pass switches gradients off; recomputation switches them on again.
             return "recompute" if torch.is_grad_enabled() else "backward"
-        if self._stack or torch.is_grad_enabled() or self.phase == "forward":
+        if self._stack or self.phase == "forward":
             return "forward"
-        return "optimizer"  # without gradients, after a backward pass: unscaling and clipping
+        if not torch.is_grad_enabled():
+            return "optimizer"  # after a backward pass: unscaling and clipping
+        # The next forward pass begins with a module or with a tensor that wants a gradient; what
+        # comes before, such as adding up losses, belongs to what has just ended.
+        starts = func is not torch.ops.aten.detach.default and any(
+            tensor.requires_grad for tensor in _tensors(args)
+        )
+        return "forward" if starts else self.phase.replace("recompute", "backward")
 
     def _where(self) -> str | int:
         if self.phase == "optimizer":

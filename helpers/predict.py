@@ -159,6 +159,12 @@ class FakeStepTracker(Tracker):
         module = self._stack[-1] if self._stack else ""
         self.operations.append(Operation(self.phase, module, flops, traffic, half))
 
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of an input on the device."""
+        copied = tensor.clone()
+        self._set_role(copied, "inputs")
+        return copied
+
     def add_block(self, size: int, part: str) -> Block:
         """Memory of `size` bytes that no tensor holds."""
         block = Block(size, self.phase, self._where(), part)
@@ -191,13 +197,14 @@ class FakeStepTracker(Tracker):
         for (block, created), phase in zip(self.events, self.phases, strict=True):
             if not block.host:
                 live += round_up(block.nbytes) if created else -round_up(block.nbytes)
-                if live > peaks[phase][0]:
+                if created and live > peaks[phase][0]:
                     peaks[phase] = (live, block.where)
         return {phase: (size, self._module_name(where)) for phase, (size, where) in peaks.items()}
 
     def _step_begins(self, optimizer, args, kwargs) -> None:
         super()._step_begins(optimizer, args, kwargs)
-        self.add_block(0, "temporaries")  # marks the phase for optimizers that allocate nothing
+        if not isinstance(optimizer, NoUpdate):
+            self.add_block(0, "temporaries")  # marks the phase of those that allocate nothing
 
     def _step_ends(self, optimizer, args, kwargs) -> None:
         super()._step_ends(optimizer, args, kwargs)
@@ -611,7 +618,7 @@ def _run_steps(
     to_device = lambda piece: piece  # noqa: E731
     if on_cuda:
         batch, recipe, share = _two_micro_batches(batch, recipe)
-        to_device = partial(tree_map_only, torch.Tensor, torch.clone)
+        to_device = partial(tree_map_only, torch.Tensor, tracker.on_device)
         with tracker.on_host():
             _see_all(tracker, batch)
     else:
@@ -1055,7 +1062,7 @@ class PlanSearch:
         """Without recomputation, then with as much as it takes to need fewer micro-batches."""
         one_pass = self.predicted(optimizer, plain, self.batch_size)
         # The update needs the same memory with every micro-batch and every recomputation.
-        if one_pass.phase_peaks["optimizer"] <= self.gpu.memory_mib * MIB - one_pass.context:
+        if one_pass.phase_peaks["optimizer"] <= self._capacity(one_pass):
             pieces = self._fewest_pieces(optimizer, plain)
             if pieces == 1:
                 return
@@ -1077,8 +1084,7 @@ class PlanSearch:
         if prediction.fits_gpu:
             self.found[optimizer, recipe] = prediction
             return True
-        capacity = self.gpu.memory_mib * MIB - prediction.context
-        expanded = prediction.replay(capacity, expandable_segments=True)
+        expanded = prediction.replay(self._capacity(prediction), expandable_segments=True)
         if expanded.failed_at is None:
             self.found_expandable[optimizer, recipe] = replace(
                 prediction, peak_reserved=expanded.peak_reserved, fits_gpu=True
@@ -1092,23 +1098,25 @@ class PlanSearch:
         """The smallest number of micro-batches with which `recipe` fits, None if none does."""
         if self._note(optimizer, recipe, self.batch_size):
             return 1
-        two = replace(recipe, accumulate=2)
+        candidates: dict[int, int] = {}  # micro-batch: the fewest pieces that give it
+        for pieces in range(2, self.batch_size + 1):
+            candidates.setdefault(self.micro_batch(pieces), pieces)
         probes = (2, 4)
-        if self.micro_batch(2) > probes[1]:
+        small = large = None
+        if len(candidates) > len(probes):
+            two = replace(recipe, accumulate=2)
             small, large = (self.predicted(optimizer, two, size) for size in probes)
-            size = _largest_by_interpolation(small, large, probes, self.gpu, self.micro_batch(2))
-            pieces = max(2, -(-self.batch_size // size))
-        else:
-            pieces = 2
-        while pieces <= self.batch_size:
-            micro_batch = self.micro_batch(pieces)
+        for micro_batch, pieces in candidates.items():
+            trace = small and interpolated_trace(small, large, probes, micro_batch)
+            if trace and replay(trace, self._capacity(small)).failed_at is not None:
+                continue
             if self._note(optimizer, replace(recipe, accumulate=pieces), micro_batch):
                 return pieces
-            if micro_batch == 1:
-                return None
-            while self.micro_batch(pieces) == micro_batch:  # the next smaller micro-batch
-                pieces += 1
         return None
+
+    def _capacity(self, prediction: Prediction) -> int:
+        """Bytes of the card that are left for torch's allocator."""
+        return self.gpu.memory_mib * MIB - prediction.context
 
     def _try_segments(self, optimizer: str, recipe: Recipe) -> None:
         micro_batch = self.micro_batch(recipe.accumulate)
