@@ -8,6 +8,7 @@ goes back to the driver until a request cannot be met otherwise.
 """
 
 import bisect
+import contextlib
 from dataclasses import dataclass
 
 from helpers.memory import MIB
@@ -291,27 +292,41 @@ MOST_REPETITIONS = 32
 
 
 def settled_reserved(
-    trace: list[tuple[int, int]], last_step: int, expandable_segments: bool = False
+    trace: list[tuple[int, int]],
+    last_step: int,
+    capacity: int | None = None,
+    expandable_segments: bool = False,
 ) -> int:
     """Peak reserved bytes of a run that goes on like the last step of a trace.
 
     Free memory is cut up a little differently after each step, so a run may go on reserving for
     some steps after its live memory has become steady. The last step, which begins at `last_step`
     in the trace, is repeated until it gets the addresses that it got the time before, at most
-    MOST_REPETITIONS times; not at all if it leaves other blocks behind than it found.
+    MOST_REPETITIONS times; not at all if it leaves other blocks behind than it found. Raises
+    OutOfMemory where the trace itself does not fit `capacity`; what a repetition cannot have, it
+    does not reserve.
     """
-    allocator = CachingAllocator(None, expandable_segments)
+    allocator = CachingAllocator(capacity, expandable_segments)
     chunks: dict[int, Chunk] = {}
     for key, n_bytes in trace:
         if n_bytes < 0:
             allocator.free(chunks.pop(key))
         else:
             chunks[key] = allocator.malloc(n_bytes)
-    step = trace[last_step:]
     successors = _successors(trace, last_step)
-    if successors is None:
-        return allocator.peak_reserved
-    held = {old: chunks[new] for old, new in successors.items()}
+    if successors is not None:
+        held = {old: chunks[new] for old, new in successors.items()}
+        with contextlib.suppress(OutOfMemory):
+            _repeat(allocator, trace[last_step:], held, successors)
+    return allocator.peak_reserved
+
+
+def _repeat(
+    allocator: CachingAllocator,
+    step: list[tuple[int, int]],
+    held: dict[int, Chunk],
+    successors: dict[int, int],
+) -> None:
     addresses: list[int] = []
     for _ in range(MOST_REPETITIONS):
         new: dict[int, Chunk] = {}
@@ -325,7 +340,6 @@ def settled_reserved(
         held = {old: new[key] for old, key in successors.items()}
         if addresses == addresses_before:
             break
-    return allocator.peak_reserved
 
 
 def _successors(trace: list[tuple[int, int]], last_step: int) -> dict[int, int] | None:

@@ -657,16 +657,14 @@ def _reserve(
     started = time.perf_counter()
     prediction.context = gpu.context_mib * MIB if context is None else context
     prediction.notes.pop("peak_reserved")
-    on_card = None
+    capacity = None
     if limited:
-        on_card = prediction.replay(gpu.memory_mib * MIB - prediction.context, expandable)
-        prediction.fits_gpu = on_card.failed_at is None
-    if prediction.fits_gpu:
-        prediction.peak_reserved = on_card.peak_reserved
-    else:
-        prediction.peak_reserved = settled_reserved(
-            prediction.trace, _last_step(prediction.tracker), expandable
-        )
+        on_card = gpu.memory_mib * MIB - prediction.context
+        prediction.fits_gpu = prediction.replay(on_card, expandable).failed_at is None
+        capacity = on_card if prediction.fits_gpu else None
+    prediction.peak_reserved = settled_reserved(
+        prediction.trace, _last_step(prediction.tracker), capacity, expandable
+    )
     prediction.seconds += time.perf_counter() - started
 
 

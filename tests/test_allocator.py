@@ -199,6 +199,16 @@ def test_settled_reserved_grows_beyond_the_second_step():
     assert grown
 
 
+def test_a_repetition_takes_no_more_than_the_card_has():
+    for seed in range(20):
+        step = random_step(random.Random(seed))
+        first = [((0, block), size) for (when, block), size in step if when == "now"]
+        second = [((when == "now", block), size) for (when, block), size in step]
+        trace, start = first + second, len(first)
+        card = replay(trace).peak_reserved
+        assert settled_reserved(trace, start, card) <= card <= settled_reserved(trace, start)
+
+
 def test_a_step_that_leaves_other_blocks_behind_is_not_repeated():
     growing = [(1, 5 * MIB), (2, 30 * MIB), (1, -1)]
     assert settled_reserved(growing, 1) == replay(growing).peak_reserved
