@@ -390,6 +390,69 @@ def report_blocks(root: Path) -> dict[str, str]:
     }
 
 
+def benchmark_blocks(folder: Path) -> dict[str, str]:
+    """The parts of README.md that come from the last `make bench`; results are kept in `folder`."""
+
+    def read(name: str) -> dict[str, Any]:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing: `make bench` writes it")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    published, loop, checkpointing = read("published"), read("loop"), read("checkpointing")
+    groups = [
+        {
+            "readings": group["group"],
+            "rows": group["rows"],
+            "as on the row's stack: median, worst": _two_errors(group, "then"),
+            "as on today's software: median, worst": _two_errors(group, "today"),
+        }
+        for group in published["groups"]
+    ]
+    rows = [
+        {
+            "row": row["id"],
+            "model and configuration": f"{row['model']}; {row['configuration']}",
+            "reading": row["reading"],
+            "torch": row["torch"],
+            "measured MiB": row["measured_mib"],
+            "predicted MiB, row's stack": row["predicted_then_mib"],
+            "error": f"{row['error_then']:+.1%}",
+            "predicted MiB, today": row["predicted_today_mib"],
+            "error today": f"{row['error_today']:+.1%}",
+        }
+        for row in published["rows"]
+    ]
+    left_out = [{"row": row["id"], "why": row["reason"]} for row in published["misses"]]
+    left_out += [{"row": row["id"], "why": row["reason"]} for row in published["not_scored"]]
+    details = (
+        "<details>\n<summary>Every row</summary>\n\n"
+        f"{Table(rows).markdown()}\n\n{published['note']}\n\n"
+        f"Missed, or not scored:\n\n{Table(left_out).markdown()}\n</details>"
+    )
+    ratios = [
+        {
+            "what": "our loop / the shortest hand-written loop, seconds",
+            "ratio": loop["median_ratio"],
+        },
+        {"what": "cut at the pools / plain, seconds", "ratio": checkpointing["time_ratio"]},
+        {
+            "what": "plain and one more forward pass of the segments / plain, seconds",
+            "ratio": checkpointing["time_ratio_bound"],
+        },
+        {"what": "cut at the pools / plain, peak memory", "ratio": checkpointing["memory_ratio"]},
+    ]
+    summary = f"{Table(groups).markdown()}\n\nPredicted on: {published['machine']}."
+    return {
+        "published": f"{summary}\n\n{details}",
+        "benchmarks": f"{Table(ratios).markdown()}\n\nMeasured on: {loop['machine']}.",
+    }
+
+
+def _two_errors(group: Mapping[str, Any], stack: str) -> str:
+    return f"{group[f'median_{stack}']:.2%}, {group[f'worst_{stack}']:.2%}"
+
+
 def _first_sentence(path: Path) -> str:
     """The sentence below the title of a notebook."""
     source = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
@@ -410,11 +473,12 @@ def add_report(commands) -> None:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """Fill the generated parts of README.md from runs/summary.json."""
+    """Fill the generated parts of README.md from runs/summary.json and data/benchmarks."""
     root = repository()
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8")
-    for name, content in report_blocks(root).items():
+    blocks = report_blocks(root) | benchmark_blocks(root / "data" / "benchmarks")
+    for name, content in blocks.items():
         text = replace_block(text, name, content)
     readme.write_text(text, encoding="utf-8")
     print("README.md holds the results of the last run.")

@@ -10,6 +10,7 @@ import pytest
 
 from helpers.__main__ import (
     NotebookRun,
+    benchmark_blocks,
     data_parameter,
     find_notebooks,
     main,
@@ -190,6 +191,14 @@ def test_report(make, tmp_path):
     (notebooks / "02_new.ipynb").write_text((notebooks / "01_x.ipynb").read_text())
     with pytest.raises(ValueError, match="02_new"):
         report_blocks(tmp_path)
+
+
+def test_report_of_the_benchmarks(tmp_path):
+    with pytest.raises(FileNotFoundError, match="make bench"):
+        benchmark_blocks(tmp_path)
+    blocks = benchmark_blocks(Path(__file__).parents[1] / "data" / "benchmarks")
+    assert "ogc_resnet50_b64" in blocks["published"] and "torch" in blocks["published"]
+    assert "hand-written loop" in blocks["benchmarks"]
 
 
 def test_replace_block():
