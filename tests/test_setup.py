@@ -157,7 +157,9 @@ def test_unpublished_address_can_be_read():
     )
 
 
-@pytest.mark.parametrize("block", ["result-table", "notebooks", "disk-space", "claims", "published", "benchmarks"])
+@pytest.mark.parametrize(
+    "block", ["result-table", "notebooks", "disk-space", "claims", "published", "benchmarks"]
+)
 def test_readme_has_the_generated_blocks(block):
     text = (ROOT / "README.md").read_text()
     assert text.count(f"<!-- {block}:start -->") == text.count(f"<!-- {block}:end -->") == 1
