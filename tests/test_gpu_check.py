@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,9 +119,20 @@ def test_evaluation_leaves_the_model_in_training():
 
 
 def test_a_prediction_has_the_four_numbers():
-    numbers = gpu_check.predicted(small_check())
+    properties = SimpleNamespace(name="some card", total_memory=8 * 1024**3, major=8)
+    numbers = gpu_check.predicted(small_check(), gpu_check.card_of(properties))
     assert numbers["device_used_mib"] == numbers["peak_reserved_mib"] + numbers["context_mib"]
     assert 0 < numbers["peak_allocated_mib"] < numbers["peak_reserved_mib"]
+
+
+def test_the_card_as_torch_describes_it():
+    def card(major):
+        properties = SimpleNamespace(name="any", total_memory=8 * 1024**3, major=major)
+        return gpu_check.card_of(properties)
+
+    assert card(7).memory_mib == 8192 and not card(7).flash
+    assert card(8).flash and card(8).workspace == 8_519_680
+    assert card(9).workspace == 32 * 1024**2
 
 
 def test_every_run_has_a_process_of_its_own():

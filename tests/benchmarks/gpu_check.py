@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.catalogue import Workload, find_workload
+from helpers.cuda import GPUS, Gpu
 from helpers.memory import MIB, measure, nvml_memory, timed
 from helpers.predict import predict
 from helpers.train import (
@@ -223,7 +224,18 @@ def evaluate_once(model: nn.Module, batch, device: torch.device) -> None:
 # --- Its prediction ------------------------------------------------------------------------
 
 
-def predicted(check: Check) -> dict:
+def card_of(properties) -> Gpu:
+    """What a prediction has to know of a card, from what torch says about it."""
+    workspace = GPUS["H100"].workspace if properties.major == 9 else Gpu.workspace
+    memory_mib = properties.total_memory // MIB
+    return Gpu(properties.name, memory_mib, flash=properties.major >= 8, workspace=workspace)
+
+
+def this_card() -> Gpu:
+    return card_of(torch.cuda.get_device_properties(0))
+
+
+def predicted(check: Check, card: Gpu) -> dict:
     """The same step as `helpers.predict` sees it, without a GPU."""
     torch.set_num_threads(1)
     prediction = predict(
@@ -232,6 +244,7 @@ def predicted(check: Check) -> dict:
         check.workload.loss_fn,
         check.recipe,
         partial(make_optimizer, check.optimizer, lr=1e-5),
+        gpu=card,
     )
     names = ("peak_allocated_mib", "peak_reserved_mib", "device_used_mib", "context_mib")
     return {name: prediction.to_json()[name] for name in names}
@@ -357,8 +370,10 @@ def main() -> int:
     started = time.monotonic()
     context = processes()
     checks = grid()
+    with ProcessPoolExecutor(1, mp_context=context) as pool:  # CUDA starts in a process that ends
+        card = pool.submit(this_card).result()
     with ProcessPoolExecutor(2, mp_context=context) as pool:
-        predictions = {name: pool.submit(predicted, check) for name, check in checks.items()}
+        predictions = {name: pool.submit(predicted, check, card) for name, check in checks.items()}
         measure_one = partial(run_in_process, context)
         rows = check_all(checks, measure_one, predictions, started + SECONDS_IN_ALL)
     path = write(rows, machine(), time.monotonic() - started)
