@@ -27,6 +27,7 @@ from helpers.data import (
     scan_images,
     to_rgb,
 )
+from helpers.models import vgg16
 
 
 def picture(number: int = 0, size: tuple[int, int] = (40, 32)) -> Image.Image:
@@ -109,6 +110,36 @@ def test_mean_colour_does_not_tell_cats_from_dogs(drawn):
     labels = np.array(drawn[0].labels + drawn[1].labels)
     gap = np.abs(colours[labels == 0].mean(0) - colours[labels == 1].mean(0))
     assert (gap < 0.25 * colours.std(0)).all()
+
+
+def vgg16_accuracy(loaders: data.ImageLoaders, epochs: int) -> float:
+    """Validation accuracy of the narrow VGG16 of notebook 1, trained by the plainest loop."""
+    torch.manual_seed(1)
+    model = vgg16(num_classes=2, width=0.125)
+    optimizer = torch.optim.Adam(model.parameters(), lr=6e-4)
+    for _ in range(epochs):
+        model.train()
+        for images, labels in loaders.train:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        right = [(model(images).argmax(1) == labels).float() for images, labels in loaders.val]
+    return torch.cat(right).mean().item()
+
+
+def test_a_small_vgg16_learns_the_sample():
+    """Half of notebook 1's epochs are enough to tell it from chance and from the pixel judge."""
+    loaders = cats_vs_dogs(image_size=64, batch_size=32, seed=1)
+    assert vgg16_accuracy(loaders, epochs=15) >= 0.8
+
+
+def test_with_shuffled_labels_a_small_vgg16_stays_at_chance():
+    loaders = cats_vs_dogs(image_size=64, batch_size=32, seed=1)
+    for dataset in (loaders.train.dataset, loaders.val.dataset):
+        random.Random(0).shuffle(dataset.labels)
+    assert 0.4 <= vgg16_accuracy(loaders, epochs=15) <= 0.6
 
 
 # --- Loaders -------------------------------------------------------------------------------
