@@ -24,10 +24,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
 
 MIB = 1024**2
 ROUNDING = 512  # bytes: the unit in which torch's CUDA allocator hands out memory
+IN_BACKWARD = ("backward", "recompute")  # phases
 PARTS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 
@@ -95,19 +99,23 @@ class Peak:
     event: int
 
 
+_is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
+
+
 def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor: one, or those of its parts if it is sparse or a wrapper."""
-    if is_traceable_wrapper_subclass(tensor):
+    if _is_wrapper(type(tensor)):
         names, _ = tensor.__tensor_flatten__()
         return [s for name in names for s in storages(getattr(tensor, name))]
-    if tensor.layout is torch.strided:
+    try:
         return [tensor.untyped_storage()]
-    if tensor.layout is torch.sparse_coo:
-        return storages(tensor._indices()) + storages(tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        inner = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return [s for part in inner for s in storages(part)]
-    return []
+    except NotImplementedError:  # sparse tensors have none of their own
+        parts: tuple[torch.Tensor, ...] = ()
+        if tensor.layout is torch.sparse_coo:
+            parts = tensor._indices(), tensor._values()
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        return [s for part in parts for s in storages(part)]
 
 
 def _tensors(values: Iterable) -> Iterator[torch.Tensor]:
@@ -212,7 +220,7 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         before, self.phase = self.phase, self._find_phase(func, args)
-        if before == "backward" != self.phase:
+        if before in IN_BACKWARD and self.phase not in IN_BACKWARD:
             self._scan_gradients()
         for tensor in _tensors(args):
             self._see(tensor, "inputs")
