@@ -332,7 +332,8 @@ def _convert_parameters(self: nn.Module, fn, recurse: bool = True):
 def _build_model(model_fn: Callable[[], nn.Module], fake_mode: FakeTensorMode) -> nn.Module:
     with (
         _replaced(nn.Module, "_apply", _convert_parameters),
-        _replaced(nn.init, "trunc_normal_", lambda tensor, *args, **kwargs: tensor),
+        # It looks at the numbers it draws. The inner name: transformers keeps the outer one.
+        _replaced(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor),
     ):
         model = model_fn()
         tensors = [*model.parameters(), *model.buffers()]

@@ -39,7 +39,9 @@ PARAMETERS = {
 @pytest.fixture(autouse=True)
 def no_rejection_sampling(monkeypatch):
     """trunc_normal_ looks at the numbers it draws, which fake tensors do not have."""
-    monkeypatch.setattr(torch.nn.init, "trunc_normal_", lambda tensor, *args, **kwargs: tensor)
+    monkeypatch.setattr(
+        torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor
+    )
 
 
 def count_parameters(name, **options):

@@ -771,3 +771,11 @@ def test_replaced_recipes_are_predictions_of_the_same_step():
     recipe = replace(Recipe(), checkpoint=((0, 5),))
     prediction = predict_by_name("vgg16", 2, recipe, num_labels=2, image_size=32)
     assert prediction.recompute_flops > 0
+
+
+def test_models_whose_library_was_loaded_before_are_built_too():
+    """transformers keeps torch's initialisers from when it was imported."""
+    import transformers.initialization  # noqa: F401
+
+    workload = find_workload("vit-base-patch16-224")
+    assert predict_workload(workload, 1, Recipe(), "sgd").peak_allocated > 0
