@@ -339,6 +339,7 @@ README_COLUMNS = (
     "recipe",
     "batch_size",
     "peak_mib",
+    "peak_source",
     "seconds_per_step",
     "val_metric",
     "identical_to_baseline",
@@ -367,7 +368,7 @@ def report_blocks(root: Path) -> dict[str, str]:
     for name in (path.stem for path in notebooks):
         if name not in summary["minutes"] or name in summary["problems"]:
             raise ValueError(f"the last `make run` has no results of {name}: run all notebooks")
-    machine = f"Measured with the profile `{summary['profile']}`. {summary['machine']}."
+    machine = f"From a run with the profile `{summary['profile']}`. {summary['machine']}."
     lessons = [
         {
             "notebook": f"[{path.stem}](notebooks/{path.name})",
@@ -376,10 +377,10 @@ def report_blocks(root: Path) -> dict[str, str]:
         }
         for path in notebooks
     ]
+    folders = {"environment": Path(sys.prefix), "samples": root / "data", "runs": root / "runs"}
     sizes = [
-        {"what": "environment", "GiB": round(folder_bytes(Path(sys.prefix)) / 1024**3, 1)},
-        {"what": "samples", "GiB": round(folder_bytes(root / "data") / 1024**3, 3)},
-        {"what": "executed notebooks", "GiB": round(folder_bytes(root / "runs") / 1024**3, 3)},
+        {"what": what, "MiB": round(folder_bytes(folder) / 1024**2, 1)}
+        for what, folder in folders.items()
     ]
     claims = summary["claims"]
     return {
