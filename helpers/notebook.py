@@ -369,9 +369,8 @@ def result_row(
 ) -> dict[str, Any]:
     """One line of the result table.
 
-    usage: the measurement (anything with peak_mib, peak_source, reserved_mib and
-    device_used_mib), a prediction, which has no source but itself, or None where there is
-    neither, with the reason in `note`.
+    usage: the measurement or prediction (anything with peak_mib, peak_source, reserved_mib and
+    device_used_mib), or None where there is neither, with the reason in `note`.
     identical_to_baseline: "baseline" in the notebook's baseline row, True or False where loss,
     gradients and buffers were compared with it bit by bit, None where they were not.
     What is unknown stays None and is shown as n/a.
@@ -387,8 +386,7 @@ def result_row(
         "note": note,
     }
     for name in ("peak_mib", "reserved_mib", "device_used_mib", "peak_source"):
-        default = ("predicted",) if name == "peak_source" else ()
-        value = None if usage is None else getattr(usage, name, *default)
+        value = None if usage is None else getattr(usage, name)
         row[name] = round(value, 2) if isinstance(value, float) else value
     if row["peak_mib"] is None:  # a configuration that did not fit: its reason is the note
         row["peak_source"] = None

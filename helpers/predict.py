@@ -440,6 +440,11 @@ class Prediction:
         return None if self.peak_reserved is None else self.peak_reserved / MIB
 
     @property
+    def peak_source(self) -> str:
+        """Where the numbers come from, as the result table calls it."""
+        return "predicted"
+
+    @property
     def device_used_mib(self) -> float | None:
         return None if self.device_used is None else self.device_used / MIB
 
