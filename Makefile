@@ -16,8 +16,9 @@ run: $(READY)
 		$(if $(ONLY),--only $(ONLY)) $(if $(DATA),--data '$(DATA)') \
 		$(if $(COMMENTS),--comments '$(COMMENTS)') $(if $(PROFILE),--profile $(PROFILE))
 
+# Two at a time: every test computes on one thread, and waits for kernels and processes.
 test: $(READY)
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n 2 --dist worksteal
 
 lab: $(READY)
 	@$(PY) -m jupyterlab --KernelManager.transport_encryption=auto notebooks
