@@ -34,6 +34,7 @@ from helpers.notebook import (
     resolve_profile,
     set_seed,
 )
+from helpers.publish import repository_address, write_bootstrap_cells
 
 CELL_TIMEOUT = 1800  # seconds; the longest cells train for minutes on two cores
 
@@ -329,6 +330,23 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return name, value
+
+
+# --- The notebooks as readers get them --------------------------------------------------------
+
+
+def add_bootstrap(commands) -> None:
+    parser = commands.add_parser(
+        "bootstrap", help="write the first code cell, the same for all, into every notebook"
+    )
+    parser.set_defaults(function=bootstrap_command)
+
+
+def bootstrap_command(options: argparse.Namespace) -> None:
+    """Give every notebook the first cell that finds or gets the helpers."""
+    root = repository()
+    changed = write_bootstrap_cells(find_notebooks(root / "notebooks"), repository_address(root))
+    print("Changed:", ", ".join(path.stem for path in changed) or "nothing")
 
 
 # --- The report ----------------------------------------------------------------------------
@@ -754,7 +772,7 @@ def _task_parts(options: argparse.Namespace) -> tuple:
     return parts.model, data.train, data.val, COMMENTS
 
 
-COMMANDS = (add_run, add_data, add_report, add_train, add_predict, add_plan)
+COMMANDS = (add_run, add_bootstrap, add_data, add_report, add_train, add_predict, add_plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
