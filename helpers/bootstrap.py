@@ -63,7 +63,7 @@ def install_missing() -> None:
 
     torch and torchvision are never installed: which build fits is for their users to choose.
     """
-    missing = [name for name in NEEDED_PACKAGES if not _is_there(name)]
+    missing = [name for name in NEEDED_PACKAGES if not _importable(name)]
     own_choice = [name for name in missing if name in ("torch", "torchvision")]
     if own_choice:
         raise SetupProblem(
@@ -84,7 +84,7 @@ def install_missing() -> None:
         )
 
 
-def _is_there(name: str) -> bool:
+def _importable(name: str) -> bool:
     if name != "pynvml":
         return importlib.util.find_spec(name) is not None
     with warnings.catch_warnings():

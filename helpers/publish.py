@@ -41,10 +41,10 @@ def get_helpers(source="ADDRESS", copy="larger-models"):
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, env=quiet)
         except (OSError, subprocess.SubprocessError) as error:
-            reason = getattr(error, "stderr", None) or str(error)
+            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
             raise Stop(
-                f"Could not get the tutorial from {source}: check the address and the "
-                f"internet (on Kaggle: Settings). {reason.strip().splitlines()[-1]}"
+                f"Could not get the tutorial from {source} ({reason}): check the address, "
+                "and the internet (on Kaggle it is switched on in the Settings)."
             ) from None
     sys.modules.pop("helpers", None)  # in case another package has this name
     sys.path.insert(0, str(root or here / copy))
