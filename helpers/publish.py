@@ -13,8 +13,8 @@ from typing import Any
 BOOTSTRAP_TAG = "bootstrap"
 BOOTSTRAP_CELL = """\
 # Makes the tutorial's helpers importable. In its repository they are at hand; anywhere
-# else (Colab, Kaggle, an empty folder) the repository is fetched, once. Then the machine
-# gets checked. Packages that are installed stay as they are.
+# else (Colab, Kaggle, an empty folder) the repository is fetched, once. Then the
+# machine is checked. Packages that are installed stay as they are.
 class Stop(Exception):
     def _render_traceback_(self):  # Jupyter shows this sentence instead of a traceback
         return [str(self)]
@@ -41,7 +41,8 @@ def get_helpers(source="ADDRESS", copy="larger-models"):
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, env=quiet)
         except (OSError, subprocess.SubprocessError) as error:
-            reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+            reason = getattr(error, "stderr", None) or str(error)
+            reason = reason.strip().splitlines()[-1]
             raise Stop(
                 f"Could not get the tutorial from {source} ({reason}): check the address, "
                 "and the internet (on Kaggle it is switched on in the Settings)."
