@@ -31,21 +31,23 @@ def get_helpers(source="ADDRESS", copy="larger-models"):
     root = next((p for p in places if (p / "helpers/bootstrap.py").exists()), None)
     if root is None and not source:
         raise Stop(
-            "The tutorial's helpers are not here: put the address of its repository (or "
-            "its folder) into the environment variable TUTORIAL_SOURCE, for example with "
-            "%env TUTORIAL_SOURCE=https://... in a cell above, and run this cell again."
+            "The tutorial's helpers are not here: put the address of its repository "
+            "(or its folder) into the environment variable TUTORIAL_SOURCE, as in "
+            "%env TUTORIAL_SOURCE=https://... in a cell above, and run this cell."
         )
     if root is None:
         command = ["git", "clone", "--quiet", "--depth=1", source, copy]
         quiet = dict(os.environ, GIT_TERMINAL_PROMPT="0")  # ask for no password
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, env=quiet)
+            subprocess.run(
+                command, check=True, capture_output=True, text=True, env=quiet
+            )
         except (OSError, subprocess.SubprocessError) as error:
             reason = getattr(error, "stderr", None) or str(error)
             reason = reason.strip().splitlines()[-1]
             raise Stop(
-                f"Could not get the tutorial from {source} ({reason}): check the address, "
-                "and the internet (on Kaggle it is switched on in the Settings)."
+                f"Could not get the tutorial from {source} ({reason}): check the "
+                "address, and the internet (Kaggle has a switch for it in Settings)."
             ) from None
     sys.modules.pop("helpers", None)  # in case another package has this name
     sys.path.insert(0, str(root or here / copy))
