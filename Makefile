@@ -1,4 +1,5 @@
-# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | gpu-check | report | clean
+# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | gpu-check
+#      notebooks [FORCE=1] [ONLY=02] | report | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +10,7 @@ BUSY := $(VENV)/unfinished
 # twenty times slower) as soon as another program wants one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test lab bench gpu-check report clean
+.PHONY: run test lab bench gpu-check notebooks report clean
 
 run: $(READY)
 	@$(PY) -m helpers run \
@@ -30,6 +31,10 @@ bench: $(READY)
 # PY=python takes another interpreter, with versions of torch and transformers of its own.
 gpu-check: $(if $(filter $(VENV)/bin/python,$(PY)),$(READY))
 	@PYTHONPATH=. $(PY) tests/benchmarks/gpu_check.py
+
+# Outputs of one clean run for the notebooks in git: those whose code or helpers have changed.
+notebooks: $(READY)
+	@$(PY) -m helpers notebooks $(if $(ONLY),--only $(ONLY)) $(if $(FORCE),--force)
 
 report: $(READY)
 	@$(PY) -m helpers report

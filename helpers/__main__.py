@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import csv
-import importlib.util
 import json
-import os
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from helpers.execute import (
+    CELL_TIMEOUT,
+    describe_cell,
+    describe_error,
+    find_notebooks,
+    kernel_config,
+    private_kernel,
+    repository,
+)
 from helpers.fetch import SOURCES, fetch
 from helpers.notebook import (
     RESULT_COLUMNS,
@@ -34,9 +39,7 @@ from helpers.notebook import (
     resolve_profile,
     set_seed,
 )
-from helpers.publish import repository_address, write_bootstrap_cells
-
-CELL_TIMEOUT = 1800  # seconds; the longest cells train for minutes on two cores
+from helpers.publish import refresh, repository_address, write_bootstrap_cells
 
 # --- Running the notebooks -----------------------------------------------------------------
 
@@ -50,75 +53,6 @@ class NotebookRun:
     rows: list[dict[str, Any]] = field(default_factory=list)
     claims: list[dict[str, str]] = field(default_factory=list)
     problem: str | None = None
-
-
-def repository() -> Path:
-    """The folder that holds the notebooks and this package.
-
-    Raises FileNotFoundError where the package was installed without them.
-    """
-    root = Path(importlib.util.find_spec("helpers").origin).parent.parent
-    if not (root / "notebooks").is_dir():
-        raise FileNotFoundError(
-            f"{root} has no folder notebooks: run this in a clone of the repository, where "
-            "`pip install -e .` was run"
-        )
-    return root
-
-
-def find_notebooks(folder: Path, only: Sequence[str] = ()) -> list[Path]:
-    """The numbered notebooks of a folder in order, or those whose names begin as `only` says.
-
-    Raises FileNotFoundError where there are none.
-    """
-    found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
-    names = ", ".join(path.stem for path in found) or "none"
-    for start in only:
-        if not any(path.stem.startswith(start) for path in found):
-            raise FileNotFoundError(f"no notebook begins with {start!r} in {folder} ({names})")
-    if not found:
-        raise FileNotFoundError(f"no notebook in {folder}: their names begin with two digits")
-    return [path for path in found if not only or path.stem.startswith(tuple(only))]
-
-
-@contextlib.contextmanager
-def private_kernel(runs: Path) -> Iterator[str]:
-    """A kernel that is sure to be this interpreter, whatever is registered as python3 here.
-
-    runs: the folder that notebooks write their files into, see `helpers.notebook.output_folder`.
-    """
-    from ipykernel.kernelspec import get_kernel_dict
-
-    with tempfile.TemporaryDirectory() as folder:
-        spec = Path(folder, "kernels", "this-python", "kernel.json")
-        spec.parent.mkdir(parents=True)
-        env = {
-            # Threads that wait sleep: spinning ones collapse when anything else wants a core.
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
-            # Frozen modules matter to a debugger only, which warns of them at every start.
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "TQDM_DISABLE": "1",  # nobody watches the bars
-            "TUTORIAL_RUNS": str(runs.absolute()),
-        }
-        spec.write_text(json.dumps({**get_kernel_dict(), "env": env}))
-        before = os.environ.get("JUPYTER_PATH")
-        os.environ["JUPYTER_PATH"] = folder if before is None else folder + os.pathsep + before
-        try:
-            yield spec.parent.name
-        finally:
-            os.environ.pop("JUPYTER_PATH")
-            if before is not None:
-                os.environ["JUPYTER_PATH"] = before
-
-
-def kernel_config() -> Any:
-    """Talk to kernels encrypted where it can be done: newer ones warn of plain connections."""
-    import zmq
-    from jupyter_client.manager import KernelManager
-    from traitlets.config import Config
-
-    possible = hasattr(KernelManager, "transport_encryption") and zmq.has("curve")
-    return Config({"KernelManager": {"transport_encryption": "auto"}} if possible else {})
 
 
 def run_notebook(
@@ -163,7 +97,7 @@ def run_notebook(
         if run.problem is None and not run.rows:
             run.problem = "it recorded no result: its last code cell calls record(rows)"
     except Exception as error:  # dead kernels and timeouts too; the other notebooks still run
-        run.problem = f"{_describe_cell(started)}: {_describe_error(error, timeout)}"
+        run.problem = f"{describe_cell(started)}: {describe_error(error, timeout)}"
     run.seconds = time.perf_counter() - start
     return run
 
@@ -178,30 +112,10 @@ def _unfinished(notebook: Mapping[str, Any]) -> str | None:
         if cell["cell_type"] != "code" or not cell["source"].strip():
             continue
         if cell["execution_count"] is None:
-            return f"{_describe_cell(notebook['cells'][: index + 1])} did not run"
+            return f"{describe_cell(notebook['cells'][: index + 1])} did not run"
         if any(output["output_type"] == "error" for output in cell["outputs"]):
-            return f"{_describe_cell(notebook['cells'][: index + 1])} ended in an error"
+            return f"{describe_cell(notebook['cells'][: index + 1])} ended in an error"
     return None
-
-
-def _describe_cell(cells: Sequence[Mapping[str, Any]]) -> str:
-    """The last code cell of those given, by its number in the executed copy and its first line."""
-    code = [cell["source"] for cell in cells if cell["cell_type"] == "code"]
-    if not code:
-        return "before the first code cell"
-    lines = code[-1].strip().splitlines() or [""]
-    return f"code cell {len(code)} (`{lines[0]}`)"
-
-
-def _describe_error(error: Exception, timeout: float) -> str:
-    name = type(error).__name__
-    if name == "PapermillExecutionError":
-        return f"{error.ename}: {error.evalue}"
-    if name == "CellTimeoutError":
-        return f"it took longer than {timeout:g} seconds"
-    if name == "DeadKernelError":
-        return "the kernel died (out of memory, or a crash in native code)"
-    return f"{name}: {error}"
 
 
 def recorded(notebook: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
@@ -347,6 +261,29 @@ def bootstrap_command(options: argparse.Namespace) -> None:
     root = repository()
     changed = write_bootstrap_cells(find_notebooks(root / "notebooks"), repository_address(root))
     print("Changed:", ", ".join(path.stem for path in changed) or "nothing")
+
+
+def add_notebooks(commands) -> None:
+    parser = commands.add_parser(
+        "notebooks", help="execute the notebooks in place where their outputs are stale"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NN", help="these notebooks")
+    parser.add_argument("--force", action="store_true", help="fresh ones too")
+    parser.set_defaults(function=notebooks_command)
+
+
+def notebooks_command(options: argparse.Namespace) -> int:
+    """Give the notebooks in git the outputs of a clean run; 1 if one of them could not get it."""
+    root = repository()
+    failed = 0
+    for path in find_notebooks(root / "notebooks", options.only):
+        print(f"{path.stem} ...", end=" ", flush=True)
+        try:
+            print(refresh(path, root / "helpers", force=options.force), flush=True)
+        except RuntimeError as error:
+            failed += 1
+            print(f"FAILED, left as it was: {error}", flush=True)
+    return 1 if failed else 0
 
 
 # --- The report ----------------------------------------------------------------------------
@@ -772,7 +709,9 @@ def _task_parts(options: argparse.Namespace) -> tuple:
     return parts.model, data.train, data.val, COMMENTS
 
 
-COMMANDS = (add_run, add_bootstrap, add_data, add_report, add_train, add_predict, add_plan)
+COMMANDS = (
+    add_run, add_notebooks, add_bootstrap, add_data, add_report, add_train, add_predict, add_plan
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

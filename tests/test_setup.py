@@ -25,6 +25,7 @@ FLOORS = {
     "catalogue": 1,
     "bootstrap": 0,
     "data": 0,
+    "execute": 0,
     "distributed": 0,
     "fetch": 0,
     "models": 0,
@@ -79,7 +80,7 @@ def _project_keys():
     return re.findall(r"^([a-z-]+) =", project, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("target", ["run", "test", "lab", "bench", "report", "clean"])
+@pytest.mark.parametrize("target", ["run", "test", "lab", "bench", "notebooks", "report", "clean"])
 def test_make_knows(target):
     # -n: says what it would do; -o: takes the set-up for done.
     done = subprocess.run(
