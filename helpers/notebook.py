@@ -22,7 +22,7 @@ from IPython.display import display
 
 # --- Settings ------------------------------------------------------------------------------
 
-PROFILES = ("tiny", "small", "full")
+PROFILE_NAMES = ("tiny", "small", "full")
 
 # `full` is the articles' configuration: VGG16 at batch 64 keeps up to 9 GiB of a card reserved.
 FULL_NEEDS_BYTES = 10 * 1024**3
@@ -48,10 +48,10 @@ def resolve_profile(profile: str = "auto") -> str:
         profile = os.environ.get("TUTORIAL_PROFILE", "auto")
     if profile == "auto":
         return "full" if _cuda_bytes() >= FULL_NEEDS_BYTES else "small"
-    if profile not in PROFILES:
+    if profile not in PROFILE_NAMES:
         raise ValueError(
             f"unknown profile {profile!r} (from PROFILE or the environment's TUTORIAL_PROFILE): "
-            f"expected auto, {', '.join(PROFILES)}"
+            f"expected auto, {', '.join(PROFILE_NAMES)}"
         )
     return profile
 
@@ -68,7 +68,7 @@ def settings(
     """
     name = resolve_profile(profile)
     names = set().union(*profiles.values())
-    for other in PROFILES:
+    for other in PROFILE_NAMES:
         if set(profiles.get(other, ())) != names:
             missing = ", ".join(sorted(names - set(profiles.get(other, ()))))
             raise ValueError(f"the profile {other!r} lacks {missing}: each needs all sizes")
@@ -176,7 +176,8 @@ def torchrun(script: str | Path, *arguments: str, processes: int = 2, timeout: f
     command += ["--local-addr=127.0.0.1", f"--nproc-per-node={processes}"]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the helpers, wherever they lie
+        # The helpers, wherever they lie; "" in the path of a notebook is the working directory.
+        "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
         # The processes share the cores; torchrun would warn that it had to choose.
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // processes)),
         # Without a network c10d warns that it cannot look up the name of its own machine.

@@ -746,8 +746,10 @@ def _explained() -> Iterator[None]:
 def _user_frame(error: Exception) -> traceback.FrameSummary:
     """The innermost line that is neither torch's nor this package's."""
     frames = traceback.extract_tb(error.__traceback__)
-    here = Path(sys.modules[__name__].__spec__.origin).parent
-    inside = (str(Path(torch.__file__).parent), str(here))
+    inside = (str(Path(torch.__file__).parent),)
+    spec = sys.modules[__name__].__spec__
+    if spec is not None:  # there is none where this code is a notebook's cells
+        inside += (str(Path(spec.origin).parent),)
     return next((f for f in reversed(frames) if not f.filename.startswith(inside)), frames[-1])
 
 
