@@ -1,5 +1,5 @@
 # make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | gpu-check
-#      notebooks [FORCE=1] [ONLY=02] | report | clean
+#      notebooks [FORCE=1] [ONLY=02] | report | kaggle | clean
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -10,7 +10,7 @@ BUSY := $(VENV)/unfinished
 # twenty times slower) as soon as another program wants one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test lab bench gpu-check notebooks report clean
+.PHONY: run test lab bench gpu-check notebooks report kaggle clean
 
 run: $(READY)
 	@$(PY) -m helpers run \
@@ -38,6 +38,9 @@ notebooks: $(READY)
 
 report: $(READY)
 	@$(PY) -m helpers report
+
+kaggle: $(READY)
+	@$(PY) -m helpers kaggle
 
 clean:
 	rm -rf runs build .pytest_cache .ruff_cache .hypothesis *.egg-info

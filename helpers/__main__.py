@@ -286,6 +286,22 @@ def notebooks_command(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def add_kaggle(commands) -> None:
+    parser = commands.add_parser(
+        "kaggle", help="write copies of the notebooks that stand alone into build/kaggle/"
+    )
+    parser.set_defaults(function=kaggle_command)
+
+
+def kaggle_command(options: argparse.Namespace) -> None:
+    """Write a self-contained copy of every lesson into build/kaggle."""
+    from helpers.kaggle import write_lessons
+
+    root = repository()
+    for path in write_lessons(find_notebooks(root / "notebooks"), root, root / "build" / "kaggle"):
+        print(f"{path.relative_to(root)}: {path.stat().st_size / 1024:.0f} KiB")
+
+
 # --- The report ----------------------------------------------------------------------------
 
 README_COLUMNS = (
@@ -710,7 +726,8 @@ def _task_parts(options: argparse.Namespace) -> tuple:
 
 
 COMMANDS = (
-    add_run, add_notebooks, add_bootstrap, add_data, add_report, add_train, add_predict, add_plan
+    add_run, add_notebooks, add_bootstrap, add_kaggle, add_data, add_report, add_train,
+    add_predict, add_plan
 )  # fmt: skip
 
 

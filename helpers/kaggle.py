@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import nbformat
+
 # --- On Kaggle -----------------------------------------------------------------------------
 
 
@@ -324,6 +326,7 @@ def _is_worth_keeping(comment: str) -> bool:
 # --- A lesson's copy -----------------------------------------------------------------------
 
 FUTURE = "from __future__ import annotations  # for all cells: types of a signature stay text"
+CHECK = "prepare_kernel()  # says in one sentence what is wrong with this machine, if anything"
 SCRIPT_MODULE = "lesson_helpers"
 IMPORT_IN_TEXT = re.compile(r"^from helpers\.\w+ import (?:\([^)]*\)|.+)$", re.MULTILINE)
 FOLDED = {"jupyter": {"source_hidden": True}, "_kg_hide-input": True}
@@ -371,6 +374,26 @@ def export_lesson(notebook: Any, library: Library, sample: Path) -> Any:
     return _Copy(notebook, library, sample).write()
 
 
+def write_lessons(lessons: Iterable[Path], root: Path, folder: Path) -> list[Path]:
+    """Write a copy of each lesson that stands alone into `folder`; the files.
+
+    root: the repository. Raises ValueError, naming lesson and cell, where that cannot be done.
+    """
+    library = read_library(root / "helpers")
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for path in lessons:
+        notebook = nbformat.read(path, as_version=4)
+        try:
+            exported = export_lesson(notebook, library, root / "data" / "comments")
+        except ValueError as error:
+            raise ValueError(f"{path.name}, {error}") from None
+        nbformat.validate(exported)
+        nbformat.write(exported, folder / path.name)
+        written.append(folder / path.name)
+    return written
+
+
 class _Copy:
     """One lesson on its way into its copy."""
 
@@ -400,10 +423,12 @@ class _Copy:
                 self.cells.append(copy.deepcopy(cell))
             elif cell["source"].strip():
                 code += 1
+                if code == 1:
+                    self._add("markdown", ABOUT_THE_COPY)
+                    self._add("code", FUTURE)
                 self.where = f"code cell {code} (`{cell['source'].splitlines()[0]}`)"
                 self._copy_code(cell)
         self._refuse_shadows()
-        self._put_in_front()
         return self._finished()
 
     # Cells
@@ -416,6 +441,10 @@ class _Copy:
 
     def _copy_code(self, cell: Any) -> None:
         tags = cell["metadata"].get("tags", [])
+        if "bootstrap" in tags:  # the package is not needed, but what else it checks is
+            self._define(["prepare_kernel"])
+            self._add("code", CHECK)
+            return
         rest, shown = self._without_helpers(cell["source"])
         names = self._note_names(rest)
         if not shown:
@@ -581,26 +610,16 @@ class _Copy:
                     f"need it as {needed[name][0]}: rename it in the lesson"
                 )
 
-    def _put_in_front(self) -> None:
-        first = next(i for i, cell in enumerate(self.cells) if cell["cell_type"] == "code")
-        body, self.cells = self.cells, []
-        self._add("markdown", ABOUT_THE_COPY)
-        self._add("code", FUTURE)
-        self.cells = [*body[:first], *self.cells, *body[first:]]
-
     def _finished(self) -> Any:
         for number, cell in enumerate(self.cells):
             cell["id"] = f"cell-{number}"
-        return {
-            "cells": self.cells,
-            "metadata": {
-                "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-                "language_info": {"name": "python"},
-                "kaggle": {"isInternetEnabled": False, "language": "python"},
-            },
-            "nbformat": 4,
-            "nbformat_minor": 5,
+        metadata = {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+            "kaggle": {"isInternetEnabled": False, "language": "python"},
         }
+        content = {"cells": self.cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+        return nbformat.from_dict(content)
 
 
 def _calls_show_source(node: ast.AST) -> bool:

@@ -18,6 +18,7 @@ FLOORS = {
     "predict": 2,
     "plot": 2,
     "publish": 2,
+    "kaggle": 2,
     "notebook": 2,
     "train": 1,
     "allocator": 1,
@@ -80,7 +81,9 @@ def _project_keys():
     return re.findall(r"^([a-z-]+) =", project, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("target", ["run", "test", "lab", "bench", "notebooks", "report", "clean"])
+@pytest.mark.parametrize(
+    "target", ["run", "test", "lab", "bench", "notebooks", "report", "kaggle", "clean"]
+)
 def test_make_knows(target):
     # -n: says what it would do; -o: takes the set-up for done.
     done = subprocess.run(
