@@ -591,8 +591,9 @@ class _Copy:
         self._add("code", f'if DATA is None:\n    DATA = attached_competition("{name}")')
         if name.startswith("jigsaw"):
             self._add("markdown", ABOUT_THE_SAMPLE)
-            self._add("code", pack_sample(self.sample), folded=True)
-            self._note_names(pack_sample(self.sample))
+            code = pack_sample(self.sample)
+            self._note_names(code)
+            self._add("code", code, folded=True)
 
     def _refuse_shadows(self) -> None:
         """Stop where a name would stand for two things, of which the helpers need one."""
