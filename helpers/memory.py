@@ -226,13 +226,16 @@ class Tracker(TorchDispatchMode):
             self._see(tensor, "inputs")
         for tensor in _tensors(kwargs.values()):
             self._see(tensor, "inputs")
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         if isinstance(result, torch.Tensor):
             self._see(result)
         elif isinstance(result, (list, tuple)):
             for tensor in _tensors(result):
                 self._see(tensor)
         return result
+
+    def _call(self, func, args: tuple, kwargs: dict):
+        return func(*args, **kwargs)
 
     def _see(self, tensor: torch.Tensor, role: str | None = None) -> None:
         """Count the tensor's storages if they are new; `role` says what a new one is."""

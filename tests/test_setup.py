@@ -28,6 +28,7 @@ FLOORS = {
     "data": 0,
     "execute": 0,
     "distributed": 0,
+    "fake": 0,
     "fetch": 0,
     "models": 0,
     "memory": 0,
