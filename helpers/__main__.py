@@ -39,6 +39,7 @@ from helpers.notebook import (
     resolve_profile,
     set_seed,
 )
+from helpers.pages import write_pages
 from helpers.publish import refresh, repository_address, write_bootstrap_cells
 
 # --- Running the notebooks -----------------------------------------------------------------
@@ -227,11 +228,19 @@ def run_command(options: argparse.Namespace) -> int:
         parameters=parameters,
         timeout=options.timeout,
     )
-    print(f"\n{write_summary(done, root / 'runs', profile)}\n")
+    results = write_summary(done, root / "runs", profile)
+    write_pages(
+        root / "runs",
+        [run.name for run in done],
+        results=results._repr_html_(),
+        about=f"Profile {profile}. {describe_machine()}.",
+        problems={run.name: run.problem for run in done if run.problem},
+    )
+    print(f"\n{results}\n")
     failed = [run for run in done if run.problem]
     for run in failed:
         print(f"{run.name}: {run.problem} (executed so far: runs/{run.name}.ipynb)")
-    print("Executed notebooks, summary.csv and summary.md are in runs/.")
+    print("Executed notebooks, summary.csv and summary.md are in runs/; runs/index.html shows all.")
     return 1 if failed else 0
 
 

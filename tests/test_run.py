@@ -230,3 +230,12 @@ def test_defects_are_not_hidden(monkeypatch):
     monkeypatch.setattr("helpers.__main__.repository", lambda: int("a defect"))
     with pytest.raises(ValueError, match="a defect"):
         main(["run"])
+
+
+def test_a_run_leaves_pages_too(make, tmp_path, monkeypatch, capsys):
+    make("01_good", RECORD).parent.rename(tmp_path / "notebooks")
+    monkeypatch.setattr("helpers.__main__.repository", lambda: tmp_path)
+    assert main(["run", "--set", "SIZE=3"]) == 0
+    assert "size 3" in (tmp_path / "runs" / "index.html").read_text()
+    assert "size 3" in (tmp_path / "runs" / "01_good.html").read_text()
+    assert "runs/index.html" in capsys.readouterr().out

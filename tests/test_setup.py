@@ -31,6 +31,7 @@ FLOORS = {
     "fake": 0,
     "fetch": 0,
     "models": 0,
+    "pages": 0,
     "memory": 0,
     "snapshot": 0,
 }
