@@ -632,7 +632,9 @@ def add_train(commands) -> None:
         "train",
         help="train one of the two tasks; through torchrun on several GPUs or processes",
         description="Train and print one line an epoch. On several GPUs: torchrun "
-        "--nproc-per-node=2 -m helpers train cats-dogs; the batch is shared by the processes.",
+        "--nproc-per-node=2 -m helpers train cats-dogs; the batch is shared by the processes. On "
+        "two machines, on each: torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d "
+        "--rdzv-endpoint=HOST:PORT -m helpers train cats-dogs, HOST being one of them.",
     )
     add = parser.add_argument
     add("task", choices=("cats-dogs", "comments"))
@@ -651,6 +653,7 @@ def add_train(commands) -> None:
     add("--accumulate", type=int, default=1, metavar="K", help="micro-batches per process")
     add("--checkpoint", metavar="HOW", help="segments, pools, layers, layers/2, selective")
     add("--clip-norm", type=float, metavar="X")
+    add("--shard", action="store_true", help="FSDP2: each process keeps a share of the weights")
     add("--save", metavar="DIR", help="keep weights and a snapshot to go on from")
     add("--resume", action="store_true", help="go on from the snapshot in --save")
     add("--seed", type=int, default=0)
@@ -669,6 +672,7 @@ def train_command(options: argparse.Namespace) -> None:
         process_rank,
         shard,
     )
+    from helpers.models import sharding_units
     from helpers.train import Recipe, build_optimizer, make_optimizer, train
 
     how = options.checkpoint
@@ -684,7 +688,7 @@ def train_command(options: argparse.Namespace) -> None:
         for module in model.modules():
             if options.dropout is not None and isinstance(module, nn.Dropout):
                 module.p = options.dropout
-        model = distribute(model, device)
+        model = distribute(model, device, sharding_units(model) if options.shard else None)
         set_seed(options.seed + process_rank(model))  # other dropout masks in each process
         optimizer_fn = partial(make_optimizer, options.optimizer, lr=options.lr)
         results = train(

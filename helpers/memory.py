@@ -106,7 +106,8 @@ def storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """The storages behind a tensor: one, or those of its parts if it is sparse or a wrapper."""
     if _is_wrapper(type(tensor)):
         names, _ = tensor.__tensor_flatten__()
-        return [s for name in names for s in storages(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]
+        return [s for part in parts if isinstance(part, torch.Tensor) for s in storages(part)]
     try:
         return [tensor.untyped_storage()]
     except NotImplementedError:  # sparse tensors have none of their own
@@ -164,6 +165,7 @@ class Tracker(TorchDispatchMode):
         self._registered: int | None = None  # events before the block was entered
         self._host = False
         self._handles: list = []
+        self._resize_before = torch.UntypedStorage.resize_
         if model is not None:
             self.register_model(model)
         if optimizer is not None:
@@ -205,6 +207,8 @@ class Tracker(TorchDispatchMode):
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
         ]
+        self._resize_before = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._watched_resize()
         self._recording = True
         if self._registered is None:
             self._registered = len(self.events)
@@ -212,6 +216,7 @@ class Tracker(TorchDispatchMode):
 
     def __exit__(self, *exc_info):
         super().__exit__(*exc_info)
+        torch.UntypedStorage.resize_ = self._resize_before
         for handle in self._handles:
             handle.remove()
         self._scan_gradients()
@@ -260,6 +265,21 @@ class Tracker(TorchDispatchMode):
         self._add_event(old, False)
         ref.block = Block(nbytes, old.phase, old.where, old.role, old.host)
         self._add_event(ref.block, True)
+
+    def _watched_resize(self) -> Callable:
+        """`UntypedStorage.resize_` that tells this tracker: FSDP so frees and refills the memory of
+        gathered weights, which count as temporaries."""
+        resize = self._resize_before
+
+        def watched(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+            resize(storage, nbytes)
+            ref = self._refs.get(storage._cdata)
+            if ref is not None:
+                ref.block.role = ref.block.role or "temporaries"
+                self._resize(ref, nbytes)
+            return storage
+
+        return watched
 
     def _freed(self, ref: _StorageRef) -> None:
         self._refs.pop(ref.key, None)

@@ -203,6 +203,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def sharding_units(model: nn.Module) -> list[nn.Module]:
+    """The parts of `model` whose weights should come and go together when it is sharded.
+
+    The repeated `blocks`, or the layers of an `nn.Sequential`; each has parameters.
+    """
+    parts = list(model) if isinstance(model, nn.Sequential) else blocks(model)
+    return [part for part in parts if any(True for _ in part.parameters())]
+
+
 def replay_buffers(
     modules: Sequence[nn.Module],
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:

@@ -25,7 +25,21 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError
 from tqdm.auto import tqdm
 
-from helpers.distributed import from_all, is_ddp, process_count, process_rank, wait_for_all
+from helpers.distributed import (
+    from_all,
+    gradients_stay_here,
+    group_of,
+    is_ddp,
+    is_sharded,
+    load_states,
+    model_state,
+    optimizer_state,
+    pieces_in_all,
+    process_count,
+    process_rank,
+    wait_for_all,
+    whole,
+)
 from helpers.memory import MIB, Timeline, Timing, Usage, measure, timed
 from helpers.models import Checkpoint, checkpointing, unwrap, without_cache
 from helpers.snapshot import (
@@ -122,6 +136,11 @@ def check_recipe(recipe: Recipe, model: nn.Module) -> None:
     if not trained:
         raise ValueError(
             "no parameter of the model requires a gradient: unfreeze at least one layer"
+        )
+    if recipe.optimizer_in_backward and is_ddp(model):
+        raise ValueError(
+            "optimizer_in_backward and DistributedDataParallel exclude each other: each process "
+            "would update its weights before the gradients of the others have come"
         )
     if recipe.amp == "off":
         return
@@ -322,13 +341,14 @@ def _forward_context(model: nn.Module, recipe: Recipe) -> contextlib.ExitStack:
 def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
     """Each micro-batch's share of all terms that the loss averages over; they add up to 1.
 
-    DDP averages gradients over its processes, so there a share is taken of the mean count of a
-    process: a process with fewer samples then weighs less, as in one big batch.
+    DDP and FSDP average gradients over their processes, so there a share is taken of the mean count
+    of a process: a process with fewer samples then weighs less, as in one big batch.
     """
     total = sum(counts)
-    if is_ddp(model):
+    group = group_of(model)
+    if group is not None:
         total = torch.as_tensor(total, dtype=torch.float64, device=device_of(model))
-        dist.all_reduce(total, group=model.process_group)
+        dist.all_reduce(total, group=group)
         total = total / process_count(model)
     elif isinstance(total, torch.Tensor):
         total = total.double()  # so that shares are exact for float64 losses too
@@ -367,13 +387,13 @@ def train_step(
     to_device = to_device or partial(move_batch, device=device_of(model))
 
     optimizer.zero_grad(set_to_none=recipe.set_to_none)
-    pieces = split_batch(batch, recipe.accumulate)
+    pieces = split_batch(batch, pieces_in_all(model, recipe.accumulate, batch_size(batch)))
     weights = _weights([count(piece) for piece in pieces], model)
     loss_sum: torch.Tensor | float = 0.0
     for index, piece in enumerate(pieces):
-        # Only in the last micro-batch does DDP average over processes; forward must be inside too.
+        # Only the last micro-batch averages over processes; its forward must be inside too.
         is_last = index == len(pieces) - 1
-        with model.no_sync() if is_ddp(model) and not is_last else nullcontext():
+        with nullcontext() if is_last else gradients_stay_here(model):
             with _forward_context(model, recipe):
                 loss = loss_fn(model, to_device(piece))
                 loss = loss * _like(weights[index], loss)
@@ -391,7 +411,8 @@ def train_step(
     grad_norm = None
     if recipe.clip_norm is not None:
         scaler.unscale_(optimizer)  # clip true gradients, not scaled ones
-        grad_norm = torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), recipe.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), recipe.clip_norm)
+        grad_norm = whole(norm)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -854,16 +875,18 @@ class _Run:
             print(f"No snapshot in {self.folder}: training starts from the beginning.")
 
     def save_snapshot(self, seconds: float = 0.0) -> None:
-        """Write everything that going on needs. Under DDP the first process writes for all."""
+        """Write everything that going on needs. Of several processes the first writes for all."""
         if not self.progress.steps:
             self.epoch_start = self._generators()
         rng = from_all(self.model, rng_state())
         epoch_start = from_all(self.model, self.epoch_start)
+        model = unwrap(self.model)
+        weights, state = model_state(model), optimizer_state(model, self.optimizer)
         if process_rank(self.model) == 0:
             value = {
                 "identity": self._identity(),
-                "model": unwrap(self.model).state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "model": weights,
+                "optimizer": state,
                 "scaler": self.scaler.state_dict(),
                 "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
                 "results": [vars(result) for result in self.results],
@@ -898,8 +921,7 @@ class _Run:
                 f"{self.snapshot_path} was written by {len(rng)} processes, this run has "
                 f"{processes}: resume with as many"
             )
-        unwrap(self.model).load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_states(unwrap(self.model), self.optimizer, state["model"], state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -925,9 +947,10 @@ class _Run:
         Without `save_all`, those that this run wrote before are deleted, unless they are the best
         by validation score.
         """
+        weights = model_state(unwrap(self.model))
         if process_rank(self.model) == 0:
             last = self.results[-1].epoch
-            write_atomically(unwrap(self.model).state_dict(), self.folder / f"epoch_{last}.pt")
+            write_atomically(weights, self.folder / f"epoch_{last}.pt")
             best = max(
                 self.results, key=lambda r: -math.inf if r.val_score is None else r.val_score
             ).epoch
@@ -945,6 +968,8 @@ class _Run:
         identity = {f"recipe.{name}": value for name, value in vars(self.recipe).items()}
         identity |= {f"optimizer.{name}": str(value) for name, value in optimizer.defaults.items()}
         identity |= {f"model.{name}": f"{t.dtype} {list(t.shape)}" for name, t in tensors.items()}
+        if is_sharded(self.model):
+            identity["sharded"] = True  # the optimizer's state goes by names there, not by numbers
         return identity | {
             "task": self.task.name,
             "optimizer": type(optimizer).__name__,

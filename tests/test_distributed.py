@@ -1,7 +1,9 @@
 """Processes that share batches: nothing lost or twice, and the weights of one process."""
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +16,9 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from helpers.distributed import ShardedBatches, distribute, process_group, shard
-from helpers.train import CATS_DOGS, Recipe, build_optimizer, make_optimizer, train
+from helpers.distributed import ShardedBatches, distribute, process_group, shard, whole
+from helpers.models import sharding_units
+from helpers.train import CATS_DOGS, Recipe, build_optimizer, make_optimizer, train, train_step
 
 
 @pytest.mark.parametrize("samples", [16, 17, 18, 19, 24])
@@ -53,44 +56,110 @@ def loaders():
     )
 
 
-def train_all(wrap, recipe, folder=None, epochs=2, resume=False):
+def train_all(wrap, recipe, folder=None, epochs=2, resume=False, optimizer="momentum"):
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double())
-    optimizer = build_optimizer(model, lambda p: make_optimizer("momentum", p, lr=0.1), recipe)
+    optimizer = build_optimizer(model, lambda p: make_optimizer(optimizer, p, lr=0.1), recipe)
     train_loader, val_loader = map(shard, loaders())
     results = train(
         model, train_loader, val_loader, CATS_DOGS, optimizer, epochs=epochs, recipe=recipe,
         save_dir=folder, resume=resume, snapshot_steps=None if folder is None else 2,
     )  # fmt: skip
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    weights = torch.cat([whole(parameter.detach()).reshape(-1) for parameter in model.parameters()])
     figures = [(r.train_loss, r.train_score, r.val_loss, r.val_score, r.steps) for r in results]
     return weights, figures
 
 
 RECIPE = Recipe(accumulate=3, checkpoint=((0, 2),), clip_norm=1.0)
+IN_BACKWARD = Recipe(checkpoint=((0, 2),), optimizer_in_backward=True)
+
+
+def with_ddp(model):
+    return distribute(model, torch.device("cpu"))
+
+
+def with_shards(model):
+    return distribute(model, torch.device("cpu"), sharding_units(model))
 
 
 def worker(rank, rendezvous, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-
-    def wrap(model):
-        return distribute(model, torch.device("cpu"))
-
-    torch.save(train_all(wrap, RECIPE), f"{out}/plain_{rank}.pt")
-    train_all(wrap, RECIPE, f"{out}/stopped", epochs=1)
-    torch.save(train_all(wrap, RECIPE, f"{out}/stopped", resume=True), f"{out}/resumed_{rank}.pt")
+    for wrap in (with_ddp, with_shards):
+        folder = f"{out}/{wrap.__name__}"
+        torch.save(train_all(wrap, RECIPE), f"{folder}_plain_{rank}.pt")
+        train_all(wrap, RECIPE, f"{folder}_stopped", epochs=1)
+        torch.save(
+            train_all(wrap, RECIPE, f"{folder}_stopped", resume=True),
+            f"{folder}_resumed_{rank}.pt",
+        )
+    adam = train_all(with_shards, RECIPE, f"{folder}_adam", epochs=1, optimizer="adamw")
+    torch.save(adam, f"{out}/adam_{rank}.pt")
+    torch.save(train_all(with_shards, IN_BACKWARD), f"{out}/in_backward_{rank}.pt")
+    with pytest.raises(ValueError, match="of another run: sharded is True there and nothing here"):
+        train_all(with_ddp, RECIPE, f"{out}/with_shards_stopped", resume=True)
+    with pytest.raises(ValueError, match="optimizer_in_backward and DistributedDataParallel"):
+        train_all(with_ddp, IN_BACKWARD)
+    torch.save(
+        {
+            "ddp": collectives(with_ddp),
+            "without no_sync": collectives(with_ddp, synchronize_always=True),
+            "shards": collectives(with_shards),
+        },
+        f"{out}/collectives_{rank}.pt",
+    )
     dist.destroy_process_group()
 
 
-def test_two_processes_train_like_one(tmp_path):
-    expected, figures = train_all(lambda model: model, RECIPE)
-    mp.spawn(worker, args=(tmp_path / "rendezvous", tmp_path), nprocs=2)
-    for name in ("plain_0", "plain_1", "resumed_0", "resumed_1"):
-        weights, theirs = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        assert (weights - expected).abs().max() < 1e-12
-        for ours, other in zip(figures, theirs, strict=True):
-            assert ours == pytest.approx(other, rel=1e-6)  # the loss is float32
+ACCUMULATE = 4
+
+
+def collectives(wrap, synchronize_always=False):
+    """How often gloo did what in one step, as torch's profiler saw it."""
+    model = wrap(nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3)))
+    if synchronize_always:
+        model.no_sync = contextlib.nullcontext
+    optimizer = make_optimizer("sgd", model.parameters(), lr=0.1)
+    batch = torch.ones(8, 600), torch.zeros(8, dtype=torch.long)
+    for _ in range(2):  # DDP sorts its buckets anew after the first step
+        with torch.profiler.profile() as profile:
+            train_step(model, batch, CATS_DOGS.loss, optimizer, Recipe(accumulate=ACCUMULATE))
+    names = [event.name for event in profile.events()]
+    return {name: names.count(name) for name in ("gloo:all_reduce", "c10d::_reduce_scatter_base_")}
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """The folder with what two processes left that did everything of `worker`."""
+    folder = tmp_path_factory.mktemp("two")
+    mp.spawn(worker, args=(folder / "rendezvous", folder), nprocs=2)
+    return folder
+
+
+def test_gradients_are_exchanged_once_a_step(two_processes):
+    counts = torch.load(two_processes / "collectives_0.pt", weights_only=True)
+    # The weights of a layer of 600 x 600 are more than the first bucket's 1 MiB.
+    buckets, shares = 2, 1  # and one sum says how many samples all processes have
+    assert counts["ddp"]["gloo:all_reduce"] == buckets + shares
+    assert counts["without no_sync"]["gloo:all_reduce"] == ACCUMULATE * buckets + shares
+    assert counts["shards"]["c10d::_reduce_scatter_base_"] == 3  # one a unit
+
+
+def test_two_processes_train_like_one(two_processes):
+    runs = {
+        f"{wrap.__name__}_{kind}": {"recipe": RECIPE}
+        for wrap in (with_ddp, with_shards)
+        for kind in ("plain", "resumed")
+    }
+    runs["in_backward"] = {"recipe": IN_BACKWARD}
+    runs["adam"] = {"recipe": RECIPE, "epochs": 1, "optimizer": "adamw"}
+    for name, arguments in runs.items():
+        expected, figures = train_all(lambda model: model, **arguments)
+        for rank in range(2):
+            weights, theirs = torch.load(two_processes / f"{name}_{rank}.pt", weights_only=True)
+            assert (weights - expected).abs().max() < 1e-12, name
+            for ours, other in zip(figures, theirs, strict=True):
+                assert ours == pytest.approx(other, rel=1e-6)  # the loss is float32
 
 
 # --- torchrun --------------------------------------------------------------------------------
@@ -98,9 +167,9 @@ def test_two_processes_train_like_one(tmp_path):
 TRAIN = "train comments --model tiny --seq-len 16 --limit 64 --batch-size 16 --dropout 0 --lr 1e-3"
 
 
-def torchrun(*arguments):
+def torchrun(*arguments, machines=("--nproc-per-node=2", "--standalone")):
     """`torchrun --nproc-per-node=2 -m helpers ...` in a session of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run", *machines]
     return subprocess.Popen(
         [*command, "-m", "helpers", *TRAIN.split(), *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -109,6 +178,16 @@ def torchrun(*arguments):
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
+
+
+def as_two_machines(*arguments):
+    """Two agents of torchrun on this machine that meet at a port, with one process each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    machines = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test"]
+    machines += [f"--rdzv-endpoint=localhost:{port}", "--local-addr=localhost"]
+    return [torchrun(*arguments, machines=machines) for _ in range(2)]
 
 
 def running(process_ids=None, parent=None):
@@ -129,15 +208,26 @@ def running(process_ids=None, parent=None):
 def test_the_command_trains_alike_in_one_process_and_in_two(tmp_path):
     alone = [sys.executable, "-m", "helpers", *TRAIN.split(), "--save", str(tmp_path / "one")]
     subprocess.run(alone, check=True, capture_output=True)
-    job = torchrun("--accumulate", 2, "--checkpoint", "layers", "--save", tmp_path / "two")
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, output
-    assert "2 process(es)" in output and "Warning" not in output
-    weights = [
-        torch.load(tmp_path / name / "epoch_1.pt", weights_only=True) for name in ("one", "two")
-    ]
-    for name, tensor in weights[0].items():
-        assert (tensor - weights[1][name]).abs().max() < 1e-6
+    how = ["--accumulate", 2, "--checkpoint", "layers", "--save"]
+    jobs = {"two": [torchrun(*how, tmp_path / "two")]}
+    jobs["machines"] = as_two_machines("--shard", *how, tmp_path / "machines")
+    try:
+        for name, (first, *others) in jobs.items():
+            outputs = [job.communicate(timeout=240)[0] for job in (first, *others)]
+            assert all(job.returncode == 0 for job in (first, *others)), "\n".join(outputs)
+            (output,) = [text for text in outputs if "process(es)" in text]
+            assert "2 process(es)" in output and "Warning" not in output
+            weights = [
+                torch.load(tmp_path / run / "epoch_1.pt", weights_only=True)
+                for run in ("one", name)
+            ]
+            assert weights[0].keys() == weights[1].keys()
+            for key, tensor in weights[0].items():
+                assert (tensor - weights[1][key]).abs().max() < 1e-6
+    finally:
+        for job in sum(jobs.values(), []):
+            job.terminate()
+            job.communicate()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
@@ -160,6 +250,11 @@ def test_a_process_that_is_gone_ends_the_job(tmp_path, sent):
         for pid in running([job.pid, *workers]):
             os.kill(pid, signal.SIGKILL)
         job.communicate()
+
+
+def test_one_process_cannot_share_out():
+    with pytest.raises(ValueError, match="one alone: start it through torchrun"):
+        with_shards(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_a_process_that_raises_ends_the_job_with_its_sentence(tmp_path):
