@@ -163,30 +163,34 @@ def imported_names(node: ast.stmt, for_types: bool = False) -> list[ImportedName
 
 
 def format_imports(imports: Iterable[ImportedName], width: int = 88) -> str:
-    """Import statements, one for each module, sorted; those for types below their condition."""
+    """Import statements, Python's own modules first, then the others, then those for types."""
     imports = set(imports)
     if any(item.for_types for item in imports):
         imports.add(ImportedName("typing", "TYPE_CHECKING", "TYPE_CHECKING"))
-    lines: list[str] = []
-    for_types: list[str] = []
-    modules: dict[tuple[bool, str], list[ImportedName]] = {}
+    own = {i for i in imports if _root(i.source) in sys.stdlib_module_names and not i.for_types}
+    for_types = {item for item in imports if item.for_types}
+    parts = [_import_lines(part, width) for part in (own, imports - own - for_types, for_types)]
+    if for_types:
+        parts[-1] = "if TYPE_CHECKING:\n" + textwrap.indent(parts[-1], "    ")
+    return "\n\n".join(filter(None, parts))
+
+
+def _import_lines(imports: Iterable[ImportedName], width: int) -> str:
+    """One statement for each module, sorted."""
+    lines, modules = [], {}
     for item in sorted(imports, key=lambda i: (i.attribute is not None, i.source, i.name)):
+        name = item.attribute or item.source
+        written = name if name == item.name else f"{name} as {item.name}"
         if item.attribute is None:
-            alias = f" as {item.name}" if item.name != item.source else ""
-            (for_types if item.for_types else lines).append(f"import {item.source}{alias}")
+            lines.append(f"import {written}")
         else:
-            modules.setdefault((item.for_types, item.source), []).append(item)
-    for (typed, source), items in modules.items():
-        names = [
-            i.attribute if i.name == i.attribute else f"{i.attribute} as {i.name}" for i in items
-        ]
+            modules.setdefault(item.source, []).append(written)
+    for source, names in modules.items():
         line = f"from {source} import {', '.join(names)}"
         if len(line) > width:
             wrapped = textwrap.fill(", ".join(names), width - 4, break_long_words=False)
             line = f"from {source} import (\n{textwrap.indent(wrapped, '    ')},\n)"
-        (for_types if typed else lines).append(line)
-    if for_types:
-        lines += ["", "if TYPE_CHECKING:", textwrap.indent("\n".join(for_types), "    ")]
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -518,8 +522,8 @@ class _Copy:
         visible = {self.library.owners[_root(item)] for item in shown}
         modules = list(dict.fromkeys(definition.module for definition in new))
         if modules:
-            about = [f"- {m}: {self.library.about[m]}" for m in modules if m not in self.parts]
-            self._add("markdown", "\n".join([f"**Helpers: {', '.join(modules)}**", "", *about]))
+            about = [f"*{m}*: {self._titles(d for d in new if d.module == m)}" for m in modules]
+            self._add("markdown", f"**Helpers.** {'; '.join(about)}.")
         for module in modules:
             self._define_from(module, [d for d in new if d.module == module], visible)
         spawns = any('get_context("spawn")' in definition.text for definition in new)
@@ -528,6 +532,12 @@ class _Copy:
             self._define(["share_definitions"])
             self._add("markdown", ABOUT_SHARING)
             self._add("code", "share_definitions(get_ipython())")
+
+    def _titles(self, definitions: Iterable[Definition]) -> str:
+        """What definitions of one module are about: their sections, or what the module says."""
+        definitions = list(definitions)
+        titles = dict.fromkeys(d.section for d in definitions if d.section)
+        return ", ".join(titles) or self.library.about[definitions[0].module].rstrip(".")
 
     def _define_from(self, module: str, new: list[Definition], visible: set[Definition]) -> None:
         first, then = [], []  # folded, before and after what is shown
@@ -553,8 +563,8 @@ class _Copy:
         number = self.parts[module]
         title = f"{DEFINITIONS}{module}" + (f", part {number}" if number > 1 else "")
         imports = self.library.imports_of(definitions) - self.imported
-        text = [title, format_imports(imports), join_definitions(definitions)]
-        self._add("code", "\n\n".join(filter(None, text)), folded)
+        head = "\n\n".join(filter(None, [title, format_imports(imports)]))
+        self._add("code", f"{head}\n\n\n{join_definitions(definitions)}", folded)
         self.imported |= imports
         self.done |= set(definitions)
 
@@ -617,7 +627,11 @@ class _Copy:
         metadata = {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
             "language_info": {"name": "python"},
-            "kaggle": {"isInternetEnabled": False, "language": "python"},
+            "kaggle": {
+                "isInternetEnabled": False,
+                "language": "python",
+                "sourceType": "notebook",
+            },
         }
         content = {"cells": self.cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
         return nbformat.from_dict(content)
