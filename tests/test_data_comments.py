@@ -141,6 +141,16 @@ def test_no_text_and_no_filling_of_a_template_is_in_two_splits(script, train_row
     assert unseen <= {pattern for _, pattern, _, _ in filled["val"]}
 
 
+def test_the_shares_are_those_that_the_readme_states(script, train_rows, val_rows):
+    text = " ".join((DATA / "README.md").read_text().split())
+    stated = re.search(r"(\d+) % of the training and (\d+) % of the validation comments", text)
+    for rows, share in zip((train_rows, val_rows), stated.groups(), strict=True):
+        assert round(100 * np.mean([row["toxic"] == "1" for row in rows])) == int(share)
+    (share,) = re.search(r"only validation has, eight in each language, (\d+) %", text).groups()
+    unseen = [row.template.unseen for row in script.rows("validation")]
+    assert round(100 * np.mean(unseen)) == int(share)
+
+
 def test_every_word_of_validation_and_test_is_in_the_training_comments(script):
     words = {split: {language: set() for language in LANGUAGES} for split in script.SPLITS}
     for split, by_language in words.items():
