@@ -486,7 +486,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-labels", type=int, metavar="K", help="outputs of a classifier")
     parser.add_argument("--attention", choices=("sdpa", "eager"))
     parser.add_argument("--dtype", choices=("bf16", "fp16"), help="weights in half precision")
-    parser.add_argument("--freeze", metavar="PATTERN", help="parameters not to train: *embeddings*")
+    parser.add_argument("--freeze", metavar="NAME", help="parameters not to train: *embeddings*")
     parser.add_argument("--batch", metavar="MODULE:FUNCTION", help="batch for a model function")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -643,6 +643,9 @@ def add_train(commands) -> None:
     add("--width", type=float, default=1.0, help="cats-dogs: scales VGG16's channels")
     add("--image-size", type=int, default=224, metavar="P", help="cats-dogs: pixels a side")
     add("--seq-len", type=int, default=192, metavar="L", help="comments: longest text in tokens")
+    add("--by-length", action="store_true", help="comments: batches of about one length")
+    add("--attention", choices=("sdpa", "eager"), help="comments: default as transformers chooses")
+    add("--freeze", metavar="NAME", help="parameters or a module not to train: *word_embeddings*")
     add("--limit", type=int, metavar="N", help="train on the first N samples only")
     add("--epochs", type=int, default=1)
     add("--batch-size", type=int, default=32, metavar="N", help="of all processes together")
@@ -672,7 +675,7 @@ def train_command(options: argparse.Namespace) -> None:
         process_rank,
         shard,
     )
-    from helpers.models import sharding_units
+    from helpers.models import freeze, sharding_units
     from helpers.train import Recipe, build_optimizer, make_optimizer, train
 
     how = options.checkpoint
@@ -688,6 +691,8 @@ def train_command(options: argparse.Namespace) -> None:
         for module in model.modules():
             if options.dropout is not None and isinstance(module, nn.Dropout):
                 module.p = options.dropout
+        if options.freeze is not None:
+            freeze(model, options.freeze)
         model = distribute(model, device, sharding_units(model) if options.shard else None)
         set_seed(options.seed + process_rank(model))  # other dropout masks in each process
         optimizer_fn = partial(make_optimizer, options.optimizer, lr=options.lr)
@@ -726,7 +731,12 @@ def _task_parts(options: argparse.Namespace) -> tuple:
         )
         return vgg16(len(data.classes), options.width), data.train, data.val, CATS_DOGS
     root = data_root(options.data)
-    parts = xlmr(options.model, texts=comment_texts(root), seed=options.seed)
+    parts = xlmr(
+        options.model,
+        texts=comment_texts(root),
+        seed=options.seed,
+        attention=options.attention,
+    )
     data = jigsaw(
         root,
         tokenizer=parts.tokenizer,
@@ -734,6 +744,7 @@ def _task_parts(options: argparse.Namespace) -> tuple:
         batch_size=options.batch_size,
         seed=options.seed,
         train_limit=options.limit,
+        by_length=options.by_length,
     )
     return parts.model, data.train, data.val, COMMENTS
 

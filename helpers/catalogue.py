@@ -8,7 +8,6 @@ Hugging Face models are written down here, and any other model comes from a fold
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import importlib
 import json
 import re
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from helpers.models import Checkpoint, vgg16
+from helpers.models import ATTENTIONS, Checkpoint, freeze, vgg16
 
 # transformers and torchvision are imported where they are used: they take seconds.
 
@@ -122,8 +121,8 @@ def find_workload(
     num_labels: outputs of the classifier; 1 is one logit with binary cross-entropy. Without it
     torchvision's 1,000, Hugging Face's 2, or a language model where the name stands for one.
     image_size, seq_len: pixels a side, tokens a text. attention: "sdpa" or "eager". dtype: weights
-    and arithmetic in "bf16" or "fp16". freeze: parameters whose name matches this pattern ("*" any
-    text) are not trained.
+    and arithmetic in "bf16" or "fp16". freeze: the parameter or module of this name is not trained
+    ("*" any text), see `helpers.models.freeze`.
 
     Raises ValueError for names that are not known and options that do not suit the model.
     """
@@ -134,6 +133,8 @@ def find_workload(
     ):
         if value is not None and value < 1:
             raise ValueError(f"{option}={value}: expected 1 or more")
+    if attention not in (None, *ATTENTIONS):
+        raise ValueError(f"attention={attention!r}: expected one of {', '.join(ATTENTIONS)}")
     is_path = name.endswith(".json") or "/" in name or Path(name).is_dir()
     if ":" in name:
         for option, value in (
@@ -180,20 +181,12 @@ def find_workload(
     )
 
 
-def _build(model_fn: Callable[[], nn.Module], dtype: str | None, freeze: str | None) -> nn.Module:
+def _build(model_fn: Callable[[], nn.Module], dtype: str | None, frozen: str | None) -> nn.Module:
     model = model_fn()
     if dtype is not None:
         model.to(DTYPES[dtype])
-    if freeze is not None:
-        frozen = [p for n, p in model.named_parameters() if fnmatch.fnmatchcase(n, freeze)]
-        if not frozen:
-            names = [n for n, _ in model.named_parameters()]
-            raise ValueError(
-                f"freeze={freeze!r} matches no parameter; there are {names[0]}, {names[1]}, ..., "
-                f"{names[-1]} ('*' stands for any text)"
-            )
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+    if frozen is not None:
+        freeze(model, frozen)
     return model
 
 

@@ -992,6 +992,41 @@ class PadComments:
         return batch
 
 
+# So many batches are sorted together: few keep the order random, many waste less on padding.
+BATCHES_SORTED_TOGETHER = 16
+
+
+class ByLength(Sampler):
+    """A random order in which the samples of a batch are about as long as each other.
+
+    Less of each batch is padding then. Every sample comes once an epoch, in another order each
+    time: shuffled as a whole, sorted by length within every `BATCHES_SORTED_TOGETHER` batches, cut
+    into batches, and these shuffled; one that is not full comes last. `lengths` holds the tokens of
+    each sample, `generator` draws the orders.
+    """
+
+    def __init__(self, lengths: torch.Tensor, batch_size: int, generator: torch.Generator) -> None:
+        self.lengths = lengths
+        self.batch_size = batch_size
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self), generator=self.generator)
+        whole = len(order) - len(order) % self.batch_size
+        pool = self.batch_size * BATCHES_SORTED_TOGETHER
+        batches = [
+            batch
+            for part in order[:whole].split(pool)
+            for batch in part[self.lengths[part].argsort(stable=True)].split(self.batch_size)
+        ]
+        for index in torch.randperm(len(batches), generator=self.generator).tolist():
+            yield from batches[index].tolist()
+        yield from order[whole:].tolist()
+
+
 @dataclass(frozen=True)
 class CommentLoaders:
     """Loaders of batches as `PadComments` makes them; the `dataset` of each is a `Comments`."""
@@ -1017,6 +1052,7 @@ def jigsaw(
     threshold: float = 0.5,
     train_limit: int | None = None,
     val_limit: int | None = None,
+    by_length: bool = False,
 ) -> CommentLoaders:
     """Toxic comments in several languages, tokenised, as loaders for training and validation.
 
@@ -1027,7 +1063,8 @@ def jigsaw(
     `val_limit` those of the validation file.
 
     Comments longer than `max_length` tokens are cut; `truncated` and `report` say how many. `seed`
-    fixes the order of the training comments, another one in each epoch. `workers` defaults to 0:
+    fixes the order of the training comments, another one in each epoch; with `by_length` comments
+    of about the same length share a batch (see `ByLength`). `workers` defaults to 0:
     comments are tokenised here, before any worker starts, and padding a batch is no work. For files
     of a million comments set TOKENIZERS_PARALLELISM=true beforehand: then all cores tokenise.
 
@@ -1054,10 +1091,13 @@ def jigsaw(
         "num_workers": workers or 0,
         "collate_fn": PadComments(tokenizer.pad_token_id),
     }
-    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+    generator = torch.Generator().manual_seed(seed)
+    sorted_order = ByLength(train.ends.diff(), batch_size, generator) if by_length else None
     name = "the embedded sample" if root is None else str(folder)
     return CommentLoaders(
-        train=DataLoader(train, **options, **shuffled),
+        train=DataLoader(
+            train, **options, shuffle=not by_length, sampler=sorted_order, generator=generator
+        ),
         val=DataLoader(val, **options),
         test=DataLoader(splits["test"], **options) if "test" in splits else None,
         languages=val.languages,

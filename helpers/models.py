@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
+import fnmatch
 import inspect
 import json
 import os
@@ -320,6 +322,19 @@ def _checkpointed(
     return partial(checkpoint, function, use_reentrant=False, context_fn=partial(contexts, inner))
 
 
+def _noting(segment: Callable, modules: Sequence[nn.Module], trained: list[bool]) -> Callable:
+    """`segment`, which notes each time whether anything in or before it is trained."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            inside = (p.requires_grad for module in modules for p in module.parameters())
+            inputs = (getattr(value, "requires_grad", False) for value in (*args, *kwargs.values()))
+            trained.append(any(inputs) or any(inside))
+        return segment(*args, **kwargs)
+
+    return run
+
+
 def _refuse_in_place(block: nn.Module) -> None:
     if starts_in_place(block):
         raise ValueError(
@@ -349,6 +364,7 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
         yield
         return
     model = unwrap(model)
+    trained: list[bool] = []
     if isinstance(model, nn.Sequential):
         children = list(model)
         ranges = segments(model, how)
@@ -357,11 +373,10 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
         for start, stop, *chunks in ranges:
             pieces += children[position:start]
             piece = children[start:stop]
-            segment = _checkpointed(partial(_run, piece), piece)
+            segment = _noting(_checkpointed(partial(_run, piece), piece), piece, trained)
             pieces.append(partial(_run_in_chunks, segment, *chunks) if chunks else segment)
             position = stop
         pieces += children[position:]
-        recomputed = children[: ranges[-1][1]] if ranges else []
         replaced = {model: partial(_run, pieces)}
     elif isinstance(how, str) and (how == "selective" or how.split("/")[0] == "layers"):
         recomputed = blocks(model)[:: _every_nth(how)]
@@ -373,20 +388,14 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
         for block in recomputed:
             _refuse_in_place(block)
         contexts = _replay_selectively if how == "selective" else replay_buffers
-        replaced = {block: _checkpointed(block.forward, [block], contexts) for block in recomputed}
-        recomputed = [*recomputed, *_modules_before(model, recomputed[0])]
+        replaced = {
+            block: _noting(_checkpointed(block.forward, [block], contexts), [block], trained)
+            for block in recomputed
+        }
     else:
         raise ValueError(
             f"checkpoint={how!r}: {type(model).__name__} is not an nn.Sequential, expected "
             "'layers', 'layers/N' for every Nth, 'selective' or None"
-        )
-    if not any(
-        parameter.requires_grad for module in recomputed for parameter in module.parameters()
-    ):
-        warnings.warn(
-            "checkpointing saves nothing here: no parameter in or before the recomputed segments "
-            "is trained. Run the frozen part under torch.no_grad() instead.",
-            stacklevel=3,
         )
     for module, forward in replaced.items():
         module.forward = forward
@@ -395,6 +404,12 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
     finally:
         for module in replaced:
             del module.forward
+    if trained and not any(trained):
+        warnings.warn(
+            "checkpointing saves nothing here: no parameter in or before the recomputed segments "
+            "is trained, so the backward pass needs nothing of them. Leave it out.",
+            stacklevel=3,
+        )
 
 
 @contextlib.contextmanager
@@ -423,17 +438,6 @@ def _every_nth(how: str) -> int:
     return int(number) if slash else 1
 
 
-def _modules_before(model: nn.Module, block: nn.Module) -> list[nn.Module]:
-    """Leaf modules registered before `block`, such as the embeddings of a transformer."""
-    before = []
-    for module in model.modules():
-        if module is block:
-            break
-        if not any(True for _ in module.children()):
-            before.append(module)
-    return before
-
-
 def hugging_face_checkpointing(model: nn.Module, enable: bool = True) -> None:
     """Switch a transformers model's own checkpointing on or off, whatever its version calls it.
 
@@ -456,7 +460,59 @@ def hugging_face_checkpointing(model: nn.Module, enable: bool = True) -> None:
         switch()
 
 
+# --- Frozen parts --------------------------------------------------------------------------
+
+
+def freeze(model: nn.Module, *names: str) -> int:
+    """Stop training the parameters called `names`; gives how many numbers that are.
+
+    A name is that of a parameter or of a module, which stands for everything in it, such as
+    "roberta.embeddings.word_embeddings"; "*" stands for any text. A frozen parameter has neither
+    gradient nor optimizer state, so build the optimizer afterwards, with
+    `helpers.train.build_optimizer`, which leaves it out.
+
+    Raises ValueError for a name that matches nothing, and where nothing would be left to train.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("freeze the model before DistributedDataParallel wraps it, not after")
+    parameters = dict(model.named_parameters())
+    chosen: set[str] = set()
+    for name in names:
+        matching = {
+            known
+            for known in parameters
+            if fnmatch.fnmatchcase(known, name) or fnmatch.fnmatchcase(known, f"{name}.*")
+        }
+        if not matching:
+            near = difflib.get_close_matches(name, _parts_of(parameters), n=3, cutoff=0.4)
+            first, last = next(iter(parameters), "none"), next(reversed(parameters), "none")
+            raise ValueError(
+                f"freeze={name!r} matches no parameter; there are {first}, ..., {last}"
+                + (f"; the nearest names are {', '.join(near)}" if near else "")
+                + " ('*' stands for any text)"
+            )
+        chosen |= matching
+    if all(name in chosen for name, value in parameters.items() if value.requires_grad):
+        raise ValueError(
+            f"freeze={', '.join(names)}: no parameter of the model requires a gradient then; "
+            "leave at least one layer to train"
+        )
+    for name in chosen:
+        parameters[name].requires_grad_(False)
+    return sum(parameters[name].numel() for name in chosen)
+
+
+def _parts_of(names: Iterable[str]) -> list[str]:
+    """The names themselves, and those of the modules that hold them."""
+    parts = (name.split(".")[:end] for name in names for end in range(1, name.count(".") + 2))
+    return list(dict.fromkeys(".".join(part) for part in parts))
+
+
 # --- XLM-R ---------------------------------------------------------------------------------
+
+# How transformers computes attention: torch's fused function, which never stores the scores
+# [batch, heads, tokens, tokens], or step by step, which does.
+ATTENTIONS = ("sdpa", "eager")
 
 # Conneau et al. (2020), arXiv:1911.02116. Base and Large as published; the two small ones are for
 # machines without a GPU: same classes, same code path, fewer and narrower layers.
@@ -514,6 +570,7 @@ def xlmr(
     *,
     texts: Iterable[str] | None = None,
     seed: int = 0,
+    attention: str | None = None,
 ) -> XlmrParts:
     """`transformers.XLMRobertaForSequenceClassification` with one logit, in float32.
 
@@ -528,6 +585,7 @@ def xlmr(
     The model maps input_ids and attention_mask [batch, tokens] to `.logits` [batch, 1]; the loss on
     them is `binary_cross_entropy_with_logits`. New weights depend on `seed` alone, and the caller's
     random state is left as it was. `source` names what was loaded and which weights are new.
+    `attention` is one of ATTENTIONS; None leaves the choice to transformers.
 
     Raises FileNotFoundError for a folder or a file in it that is missing, ValueError for a model
     that is not XLM-R, a name that the hub does not have, or a fallback without texts.
@@ -535,21 +593,26 @@ def xlmr(
     from transformers import PretrainedConfig
 
     wanted = name_or_path_or_config
+    if attention not in (None, *ATTENTIONS):
+        raise ValueError(f"attention={attention!r}: expected one of {', '.join(ATTENTIONS)}")
     if isinstance(wanted, PretrainedConfig):
-        return _random_xlmr(wanted, "XLM-R of the given configuration", texts, seed)
+        return _random_xlmr(wanted, "XLM-R of the given configuration", texts, seed, attention)
     if wanted in XLMR_SIZES:
-        return _random_xlmr(xlmr_config(str(wanted)), f"{wanted} XLM-R", texts, seed)
+        config = xlmr_config(str(wanted))
+        return _random_xlmr(config, f"{wanted} XLM-R", texts, seed, attention)
+    how = {} if attention is None else {"attn_implementation": attention}
     folder = Path(wanted).expanduser()
     if folder.is_dir():
-        return _xlmr_from_folder(folder, seed)
+        return _xlmr_from_folder(folder, seed, **how)
     if isinstance(wanted, Path) or folder.is_absolute() or str(wanted).startswith((".", "~")):
         raise FileNotFoundError(f"no folder {wanted}: expected one written by save_pretrained")
     if _is_cached(wanted):
         # Without asking the hub for news, which takes minutes where it cannot be reached.
-        return _load_xlmr(wanted, f"{wanted} from the local cache", seed, local_files_only=True)
+        origin = f"{wanted} from the local cache"
+        return _load_xlmr(wanted, origin, seed, how, local_files_only=True)
     unreachable = _why_not_on_hub(wanted)
     if unreachable is None:
-        return _load_xlmr(wanted, f"{wanted} from the Hugging Face hub", seed)
+        return _load_xlmr(wanted, f"{wanted} from the Hugging Face hub", seed, how)
     if texts is None:
         raise ValueError(
             f"{wanted} could not be loaded ({unreachable}), and a small XLM-R in its place needs "
@@ -560,6 +623,7 @@ def xlmr(
         f"{wanted} could not be loaded ({unreachable}); in its place: small XLM-R",
         texts,
         seed,
+        attention,
     )
     print(parts.source)
     return parts
@@ -643,13 +707,19 @@ def _in_fixed_order(pieces: list[tuple[str, float]], special: list[str]) -> list
 
 
 def _random_xlmr(
-    config: PretrainedConfig, name: str, texts: Iterable[str] | None, seed: int
+    config: PretrainedConfig,
+    name: str,
+    texts: Iterable[str] | None,
+    seed: int,
+    attention: str | None,
 ) -> XlmrParts:
     from transformers import XLMRobertaForSequenceClassification
 
     _require_xlmr(config, name)
     config = copy.deepcopy(config)
     config.update(ONE_LOGIT)
+    if attention is not None:
+        config._attn_implementation = attention
     tokenizer, said = None, "no tokenizer"
     if texts is not None:
         tokenizer = train_tokenizer(texts, min(config.vocab_size, MAX_TRAINED_PIECES))
@@ -661,7 +731,7 @@ def _random_xlmr(
     return XlmrParts(model, _limit_length(tokenizer, config), source)
 
 
-def _xlmr_from_folder(folder: Path, seed: int) -> XlmrParts:
+def _xlmr_from_folder(folder: Path, seed: int, **how: str) -> XlmrParts:
     found = sorted(path.name for path in folder.iterdir())
     # Without a vocabulary transformers would build a tokenizer of five pieces and say nothing.
     for needed in XLMR_FILES:
@@ -670,17 +740,22 @@ def _xlmr_from_folder(folder: Path, seed: int) -> XlmrParts:
                 f"{folder} has no {' or '.join(needed)}, found {', '.join(found) or 'nothing'}: "
                 "expected a folder into which model and tokenizer were saved with save_pretrained"
             )
-    return _load_xlmr(str(folder), f"XLM-R from {folder}", seed)
+    return _load_xlmr(str(folder), f"XLM-R from {folder}", seed, how)
 
 
-def _load_xlmr(name: str, origin: str, seed: int, **where: bool) -> XlmrParts:
+def _load_xlmr(name: str, origin: str, seed: int, how: dict[str, str], **where: bool) -> XlmrParts:
     from transformers import AutoConfig, AutoTokenizer, XLMRobertaForSequenceClassification
 
     with _quiet_transformers(), _seeded(seed):
         _require_xlmr(AutoConfig.from_pretrained(name, **where), origin)
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
         model, loading = XLMRobertaForSequenceClassification.from_pretrained(
-            name, **ONE_LOGIT, **where, output_loading_info=True, ignore_mismatched_sizes=True
+            name,
+            **ONE_LOGIT,
+            **how,
+            **where,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(

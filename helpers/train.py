@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -156,6 +157,22 @@ def check_recipe(recipe: Recipe, model: nn.Module) -> None:
             "the model ends in a Sigmoid, which saturates in half precision: return logits and use "
             "binary_cross_entropy_with_logits, or amp='off'"
         )
+
+
+def idle_switches(recipe: Recipe, device: torch.device) -> list[str]:
+    """A sentence for each switch of `recipe` that saves nothing on `device` or beside the others.
+
+    They do no harm to the result, so they are announced, not refused.
+    """
+    idle = {
+        "offload saves nothing on a CPU: activations are in the host's memory already, and are "
+        "copied there once more": recipe.offload and device.type == "cpu",
+        "amp_cache=False saves nothing with amp='off': there are no half-precision copies of "
+        "weights to keep": not recipe.amp_cache and recipe.amp == "off",
+        "set_to_none=False has no effect with optimizer_in_backward: each gradient is freed as "
+        "soon as it was used": not recipe.set_to_none and recipe.optimizer_in_backward,
+    }
+    return [sentence for sentence, on in idle.items() if on]
 
 
 def choose_amp(device: torch.device) -> str:
@@ -668,7 +685,7 @@ def train(
 
     Peak memory: on a GPU of the whole epoch; on a CPU of the epoch's first two steps, since
     watching every tensor would slow the rest. `evaluate_train` scores the training data once more
-    after the epoch.
+    after the epoch. Switches of the recipe that save nothing here are announced by a warning.
 
     `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt` (with `save_all`
     those of every epoch), and everything needed to go on in `snapshot.pt`, written after every
@@ -686,6 +703,8 @@ def train(
     if save_dir is None and (resume or snapshot_steps is not None):
         raise ValueError("resume and snapshot_steps need a save_dir to keep snapshots in")
     check_recipe(recipe, model)
+    for sentence in idle_switches(recipe, device_of(model)):
+        warnings.warn(sentence, stacklevel=2)
     scaler = make_scaler(recipe, device_of(model))
     folder = None if save_dir is None else Path(save_dir)
     what = (model, train_loader, val_loader, task, optimizer, recipe, scheduler, scaler)
