@@ -12,15 +12,17 @@ from torch import nn
 from transformers import XLMRobertaForSequenceClassification
 
 from helpers.catalogue import find_workload
-from helpers.data import ByLength, PadComments
+from helpers.data import ByLength, PadComments, comment_texts, jigsaw
+from helpers.distributed import ShardedBatches
 from helpers.memory import MIB
-from helpers.models import freeze, vgg16, xlmr, xlmr_config
+from helpers.models import freeze, train_tokenizer, vgg16, xlmr, xlmr_config
 from helpers.predict import predict, predict_workload
 from helpers.train import (
     CATS_DOGS,
     COMMENTS,
     Recipe,
     build_optimizer,
+    fingerprint,
     idle_switches,
     make_optimizer,
     make_scaler,
@@ -438,6 +440,67 @@ def test_batches_of_one_length_waste_less_and_come_in_any_order():
     widths = longest(order)[:-1]
     steps = [b - a for a, b in zip(widths, widths[1:], strict=False)]
     assert min(steps) < 0 < max(steps)  # neither ascending nor descending
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(comment_texts(limit=400))
+
+
+def by_length(tokenizer, limit=90, **options):
+    options = dict(batch_size=16, seed=2, train_limit=limit, val_limit=1) | options
+    return jigsaw(tokenizer=tokenizer, **options)
+
+
+def test_the_samples_batches_need_fewer_tokens_and_hold_the_same_comments(tokenizer):
+    tokens, widest, held = {}, {}, {}
+    for sort in (False, True):
+        batches = list(by_length(tokenizer, 600, by_length=sort).train)
+        tokens[sort] = sum(batch["input_ids"].numel() for batch in batches)
+        widest[sort] = max(batch["input_ids"].shape[1] for batch in batches)
+        held[sort] = sorted(
+            (row[kept.bool()].tolist(), label.item())
+            for batch in batches
+            for row, kept, label in zip(*batch.values(), strict=True)
+        )
+        assert [len(batch["labels"]) for batch in batches] == 37 * [16] + [8]
+    assert tokens[True] < 0.75 * tokens[False]
+    assert widest[True] == widest[False]
+    assert held[True] == held[False] and len(held[True]) == 600
+
+
+def test_processes_share_the_batches_of_one_length(tokenizer):
+    whole = list(by_length(tokenizer, by_length=True).train.batch_sampler)
+    shares = [
+        list(ShardedBatches(by_length(tokenizer, by_length=True).train.batch_sampler, rank, 2))
+        for rank in range(2)
+    ]
+    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == [sorted(b) for b in whole]
+
+
+def test_a_stopped_run_goes_on_with_the_same_batches_of_one_length(tokenizer, tmp_path):
+    def run(folder, stop_after=None, resume=False):
+        model = xlmr("small", seed=1).model
+        loader = by_length(tokenizer, by_length=True).train
+        torch.manual_seed(4)
+        optimizer = make_optimizer("adamw", model.parameters(), lr=1e-3)
+        steps = iter(range(stop_after or 1_000))
+
+        def count(*_):
+            if next(steps, None) is None:
+                raise KeyboardInterrupt
+
+        optimizer.register_step_pre_hook(count)
+        results = train(
+            model, loader, None, COMMENTS, optimizer,
+            epochs=2, save_dir=folder, resume=resume, snapshot_steps=2, evaluate_train=False,
+        )  # fmt: skip
+        return fingerprint(model, torch.tensor(results[-1].train_loss))
+
+    straight = run(tmp_path / "a")
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "b", stop_after=9)  # six steps an epoch: in the second one
+    assert run(tmp_path / "b", resume=True) == straight
 
 
 # --- Levers that exclude each other, or do nothing -------------------------------------------
