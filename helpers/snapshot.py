@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -59,12 +60,9 @@ def write_atomically(value: Any, path: Path) -> None:
     """
     require_plain(value, path.name)
     temporary = temporary_path(path)
-    # Not through a link: somebody else's file would be overwritten.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
     created = False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
+        with _new_file(temporary) as file:
             created = True
             torch.save(value, file)
             file.flush()
@@ -79,6 +77,28 @@ def write_atomically(value: Any, path: Path) -> None:
             temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """A file that is new: a link or a pipe of that name is removed, never written through."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+
+
+def check_writable(value: Any, path: Path) -> None:
+    """Raise what `write_atomically` would raise for `value`, as far as that can be known before."""
+    require_plain(value, path.name)
+    temporary = temporary_path(path)
+    try:
+        with _new_file(temporary):
+            pass
+        temporary.unlink()
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        raise OSError(_why_not_written(value, path, error)) from error
+    if free < bytes_of(value):
+        raise OSError(_why_not_written(value, path, OSError(errno.ENOSPC, "too little space")))
 
 
 def _why_not_written(value: Any, path: Path, error: Exception) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import re
 import sys
 import time
 import warnings
@@ -44,6 +45,7 @@ from helpers.distributed import (
 from helpers.memory import MIB, Timeline, Timing, Usage, measure, timed
 from helpers.models import Checkpoint, checkpointing, unwrap, without_cache
 from helpers.snapshot import (
+    check_writable,
     loader_generators,
     read_snapshot,
     rng_state,
@@ -284,21 +286,48 @@ def batch_size(batch: Batch) -> int:
 
 
 def split_batch(batch: Batch, pieces: int) -> list[Batch]:
-    """`batch` in `pieces` parts (at most one a sample) whose sizes differ by one at most."""
-    pieces = min(pieces, batch_size(batch))
-    if pieces <= 1:
-        return [batch]
-    if isinstance(batch, torch.Tensor):
-        return list(batch.tensor_split(pieces))
+    """`batch` in `pieces` parts (at most one a sample) whose sizes differ by one at most.
+
+    A list of plain values beside the tensors, such as file names, is taken as one value a sample.
+    Raises ValueError where parts of the batch have different numbers of samples.
+    """
+    samples = batch_size(batch)
+    pieces = min(pieces, samples)
+    return [batch] if pieces <= 1 else _split(batch, pieces, samples)
+
+
+def _split(batch: Batch, pieces: int, samples: int) -> list[Batch]:
     if isinstance(batch, Mapping):
-        parts = [split_batch(value, pieces) for value in batch.values()]
+        parts = [_split(value, pieces, samples) for value in batch.values()]
         return [dict(zip(batch, values, strict=True)) for values in zip(*parts, strict=True)]
-    if isinstance(batch, tuple):
-        return list(zip(*(split_batch(value, pieces) for value in batch), strict=True))
-    return [
-        list(values)
-        for values in zip(*(split_batch(value, pieces) for value in batch), strict=True)
-    ]
+    if isinstance(batch, torch.Tensor) or _is_column(batch):
+        found = len(batch) if not isinstance(batch, torch.Tensor) or batch.dim() else 0
+        if found != samples:
+            raise ValueError(
+                f"a batch of {samples} samples cannot be split: a part of it has "
+                f"{found or 'no'} rows. Accumulation needs one row a sample in every part; what "
+                "all samples share belongs into the loss function"
+            )
+        if isinstance(batch, torch.Tensor):
+            return list(batch.tensor_split(pieces))
+        numbers = torch.arange(samples).tensor_split(pieces)
+        return [batch[rows[0] : rows[-1] + 1] for rows in (part.tolist() for part in numbers)]
+    if isinstance(batch, (tuple, list)):
+        parts = [_split(value, pieces, samples) for value in batch]
+        return [_same_kind(batch, values) for values in zip(*parts, strict=True)]
+    batch_size(batch)  # says what is wrong
+    raise AssertionError
+
+
+def _is_column(batch: Batch) -> bool:
+    """Whether this is a list of plain values, one a sample, and not one of tensors."""
+    plain = (str, bytes, int, float, type(None))
+    return isinstance(batch, (tuple, list)) and all(isinstance(value, plain) for value in batch)
+
+
+def _same_kind(batch: tuple | list, values: Iterable[Any]) -> tuple | list:
+    """`values` in a container like `batch`: a list, a tuple or a named tuple."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
@@ -308,7 +337,7 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Mapping):
         return {key: move_batch(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return type(batch)(move_batch(value, device) for value in batch)
+        return _same_kind(batch, (move_batch(value, device) for value in batch))
     return batch
 
 
@@ -355,6 +384,21 @@ def _forward_context(model: nn.Module, recipe: Recipe) -> contextlib.ExitStack:
     return stack
 
 
+def _counted(
+    pieces: list[Batch], count: Callable[[Batch], Any], model: nn.Module
+) -> tuple[list[Batch], list[Any]]:
+    """The pieces with the terms that their losses average over, without pieces that have none.
+
+    A mean over no terms is NaN, which no weight would remove again. Where several processes train
+    together every piece stays, since all of them have to run as many.
+    """
+    counts = [count(piece) for piece in pieces]
+    if group_of(model) is not None:
+        return pieces, counts
+    kept = [index for index, terms in enumerate(counts) if terms] or [0]
+    return [pieces[index] for index in kept], [counts[index] for index in kept]
+
+
 def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
     """Each micro-batch's share of all terms that the loss averages over; they add up to 1.
 
@@ -367,6 +411,10 @@ def _weights(counts: Sequence[Any], model: nn.Module) -> list[Any]:
         total = torch.as_tensor(total, dtype=torch.float64, device=device_of(model))
         dist.all_reduce(total, group=group)
         total = total / process_count(model)
+    elif not total:
+        raise ValueError(
+            "the batch has no term to average over: it is empty, or `count` finds nothing in it"
+        )
     elif isinstance(total, torch.Tensor):
         total = total.double()  # so that shares are exact for float64 losses too
     return [count / total for count in counts]
@@ -405,7 +453,9 @@ def train_step(
 
     optimizer.zero_grad(set_to_none=recipe.set_to_none)
     pieces = split_batch(batch, pieces_in_all(model, recipe.accumulate, batch_size(batch)))
-    weights = _weights([count(piece) for piece in pieces], model)
+    pieces, counts = _counted(pieces, count, model)
+    weights = _weights(counts, model)
+    buffers = _buffers_before(model) if scaler.is_enabled() else []
     loss_sum: torch.Tensor | float = 0.0
     for index, piece in enumerate(pieces):
         # Only the last micro-batch averages over processes; its forward must be inside too.
@@ -413,7 +463,9 @@ def train_step(
         with nullcontext() if is_last else gradients_stay_here(model):
             with _forward_context(model, recipe):
                 loss = loss_fn(model, to_device(piece))
-                loss = loss * _like(weights[index], loss)
+                loss = (
+                    loss * _like(weights[index], loss) if counts[index] else loss.nan_to_num() * 0
+                )
             if not loss.requires_grad:
                 raise RuntimeError(NO_GRADIENT)
             try:
@@ -433,7 +485,26 @@ def train_step(
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    return StepResult(loss_sum, grad_norm, stepped=scaler.get_scale() >= scale)
+    stepped = scaler.get_scale() >= scale
+    for buffer, before in buffers if not stepped else ():
+        buffer.copy_(before)
+    return StepResult(loss_sum, grad_norm, stepped)
+
+
+def _buffers_before(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Buffers that a forward pass may change, such as BatchNorm's statistics, with copies.
+
+    A forward pass that overflows would leave NaN in them, although its update is skipped. Masks and
+    tables of positions are no such buffers: those are neither floating-point nor single numbers.
+    """
+    found = [
+        buffer
+        for module in model.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point() or buffer.dim() == 0
+    ]
+    return [(buffer, buffer.clone()) for buffer in found]
 
 
 NO_GRADIENT = (
@@ -617,6 +688,13 @@ def evaluate(
     shares = from_all(model, (float(loss_sum), torch.cat(logits), torch.cat(targets)))
     losses, logits, targets = zip(*shares, strict=True)
     all_logits, all_targets = torch.cat(logits), torch.cat(targets)
+    broken = int(all_logits.isnan().reshape(len(all_logits), -1).any(dim=1).sum())
+    if broken:  # the largest of NaN is its first: a score would look like one
+        raise FloatingPointError(
+            f"{broken} of {len(all_logits)} samples have a logit that is NaN, so there is no "
+            f"score: the weights have diverged, or amp={recipe.amp!r} overflows. Lower the "
+            "learning rate, clip the gradients (clip_norm=1.0), or try amp='bf16' or amp='off'"
+        )
     return EvalResult(
         sum(losses) / len(all_targets),
         task.score(all_logits, all_targets),
@@ -702,6 +780,11 @@ def train(
         raise ValueError(f"snapshot_steps={snapshot_steps}: expected 1 or more, or None")
     if save_dir is None and (resume or snapshot_steps is not None):
         raise ValueError("resume and snapshot_steps need a save_dir to keep snapshots in")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(
+            "scheduler: ReduceLROnPlateau waits for a score after each epoch, and here schedulers "
+            "move once an optimizer step: use one that counts steps, such as OneCycleLR"
+        )
     check_recipe(recipe, model)
     for sentence in idle_switches(recipe, device_of(model)):
         warnings.warn(sentence, stacklevel=2)
@@ -892,22 +975,25 @@ class _Run:
             )
         if resume:
             print(f"No snapshot in {self.folder}: training starts from the beginning.")
+        state = self._state()
+        if process_rank(self.model) == 0:  # now and not after an epoch's work
+            check_writable(state, self.snapshot_path)
 
     def save_snapshot(self, seconds: float = 0.0) -> None:
         """Write everything that going on needs. Of several processes the first writes for all."""
         if not self.progress.steps:
             self.epoch_start = self._generators()
+        elif not math.isfinite(self.progress.losses[-1]) and self.progress.skipped_in_a_row == 0:
+            raise FloatingPointError(
+                f"the loss of step {self.progress.steps} is {float(self.progress.losses[-1])}: the "
+                "last snapshot is kept, and none is written of weights that are spoilt. Lower the "
+                "learning rate, clip the gradients (clip_norm=1.0), or look for NaN in the data"
+            )
         rng = from_all(self.model, rng_state())
         epoch_start = from_all(self.model, self.epoch_start)
-        model = unwrap(self.model)
-        weights, state = model_state(model), optimizer_state(model, self.optimizer)
+        state = self._state()
         if process_rank(self.model) == 0:
-            value = {
-                "identity": self._identity(),
-                "model": weights,
-                "optimizer": state,
-                "scaler": self.scaler.state_dict(),
-                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+            value = state | {
                 "results": [vars(result) for result in self.results],
                 "progress": vars(replace(self.progress, seconds=seconds)),
                 "epoch_start": epoch_start,
@@ -915,6 +1001,17 @@ class _Run:
             }
             write_atomically(value, self.snapshot_path)
         wait_for_all(self.model)
+
+    def _state(self) -> dict[str, Any]:
+        """The state of all that is trained; all processes have to ask for it together."""
+        model = unwrap(self.model)
+        return {
+            "identity": self._identity(),
+            "model": model_state(model),
+            "optimizer": optimizer_state(model, self.optimizer),
+            "scaler": self.scaler.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+        }
 
     def _load_snapshot(self, epochs: int) -> None:
         snapshot = read_snapshot(self.snapshot_path)
@@ -1090,7 +1187,8 @@ def measure_step(
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is torch's way, new or old, of saying that the GPU's memory is full."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "out of memory" in str(error)
+        isinstance(error, RuntimeError)
+        and re.search(r"\bCUDA (error: )?out of memory", str(error)) is not None
     )
 
 

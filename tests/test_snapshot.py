@@ -1,5 +1,6 @@
 """Runs that are stopped, killed or starved of disk, and files that are not what they seem."""
 
+import itertools
 import json
 import os
 import pickle
@@ -11,11 +12,13 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.snapshot import (
@@ -244,14 +247,90 @@ def test_a_link_in_the_folder_does_not_lead_outside(tmp_path):
     outside.write_text("precious")
     folder = tmp_path / "run"
     folder.mkdir()
-    temporary_path(folder / "snapshot.pt").symlink_to(outside)
+    path = folder / "snapshot.pt"
+    temporary = temporary_path(path)
+    # The link is replaced, not what it names; a pipe would wait for a reader for ever.
+    makers = (Path.symlink_to, Path.hardlink_to, lambda place, _: os.mkfifo(place))
+    for place, make in itertools.product((temporary, path), makers):
+        place.unlink(missing_ok=True)
+        make(place, outside)
+        write_atomically({"a": 1}, path)
+        assert outside.read_text() == "precious"
+        assert read_snapshot(path) == {"a": 1}
+        assert list(folder.iterdir()) == [path] and not path.is_symlink()
+
+
+def test_a_run_that_could_not_be_saved_does_not_begin(tmp_path, monkeypatch):
+    """An epoch's work would be lost if that came out at its end."""
+    (tmp_path / "file").write_text("")
+    model, loader, optimizer, _ = parts()
+    steps = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    start = partial(train, model, loader, None, CATS_DOGS, optimizer, epochs=1)
     with pytest.raises(OSError, match="could not be written"):
-        write_atomically({"a": 1}, folder / "snapshot.pt")
-    assert outside.read_text() == "precious"
-    temporary_path(folder / "snapshot.pt").unlink()
-    (folder / "snapshot.pt").symlink_to(outside)
-    write_atomically({"a": 1}, folder / "snapshot.pt")  # replaces the link, not what it names
-    assert outside.read_text() == "precious"
+        start(save_dir=tmp_path / "file" / "below")
+    optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    with pytest.raises(TypeError, match=r"\['lr'\] is a float64"):
+        start(save_dir=tmp_path / "run")
+    optimizer.param_groups[0]["lr"] = 0.1
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(OSError, match="too little space.* 100 are free"):
+        start(save_dir=tmp_path / "run")
+    assert steps == [] and list((tmp_path / "run").iterdir()) == []
+
+
+def test_spoilt_weights_never_replace_a_snapshot(tmp_path):
+    """The loss is read before each snapshot: the last good one is what people go back to."""
+    model, loader, optimizer, _ = parts()
+    hits = iter(range(100))
+
+    def spoil(*_):
+        if next(hits) == 2:
+            with torch.no_grad():
+                model[0].weight.fill_(torch.nan)
+
+    optimizer.register_step_post_hook(spoil)
+    with pytest.raises(FloatingPointError, match="the last snapshot is kept"):
+        train(
+            model, loader, None, CATS_DOGS, optimizer, epochs=1, save_dir=tmp_path, snapshot_steps=2
+        )
+    kept = read_snapshot(tmp_path / "snapshot.pt")
+    assert len(kept["progress"]["losses"]) == 2
+    assert all(torch.isfinite(value).all() for value in kept["model"].values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(schedulers.MultiStepLR, milestones=[2, 8]),
+        partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=40),
+        partial(schedulers.CosineAnnealingWarmRestarts, T_0=4),
+        partial(schedulers.CyclicLR, base_lr=0.01, max_lr=0.1, cycle_momentum=False),
+        lambda o: schedulers.SequentialLR(
+            o, [schedulers.LinearLR(o), schedulers.ExponentialLR(o, 0.9)], [3]
+        ),
+    ],
+    ids=["multi-step", "one-cycle", "restarts", "cyclic", "sequence"],
+)
+def test_every_scheduler_goes_on_where_it_stood(tmp_path, make):
+    def trained(folder, **options):
+        model, loader, optimizer, _ = parts()
+        train(
+            model, loader, None, CATS_DOGS, optimizer, scheduler=make(optimizer), save_dir=folder,
+            evaluate_train=False, **options,
+        )  # fmt: skip
+        return optimizer.param_groups[0]["lr"], fingerprint(model, torch.zeros(()))
+
+    straight = trained(tmp_path / "a", epochs=2)
+    trained(tmp_path / "b", epochs=1)
+    assert trained(tmp_path / "b", epochs=2, resume=True) == straight
+
+
+def test_a_scheduler_that_waits_for_a_score_is_refused():
+    model, loader, optimizer, _ = parts()
+    scheduler = schedulers.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        train(model, loader, None, CATS_DOGS, optimizer, epochs=1, scheduler=scheduler)
 
 
 # --- Kills -----------------------------------------------------------------------------------

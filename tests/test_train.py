@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections import namedtuple
 from functools import partial
 
 import numpy as np
@@ -32,6 +33,7 @@ from helpers.train import (
     make_optimizer,
     make_scaler,
     measure_step,
+    move_batch,
     optimizer_steps_per_epoch,
     roc_auc,
     roc_auc_by_group,
@@ -114,7 +116,7 @@ def test_a_loss_that_does_not_average_over_samples_needs_its_own_count(pieces):
     model, _ = one_step(
         Recipe(accumulate=pieces),
         (x, labels),
-        loss_fn=lambda m, b: masked_loss(m, b) if (b[1] != -100).any() else m(b[0]).sum() * 0,
+        loss_fn=masked_loss,  # NaN for a micro-batch without a label
         count=lambda b: (b[1] != -100).sum(),
     )
     for ours, theirs in zip(gradients(model), gradients(judge), strict=True):
@@ -133,9 +135,40 @@ def test_split_batch_loses_nothing_whatever_the_kind(pieces):
         assert all(type(part) is type(batch) for part in parts)
 
 
+Sample = namedtuple("Sample", "x names")
+
+
+def test_named_tuples_and_plain_values_are_split_along():
+    x, names = torch.arange(7), list("abcdefg")
+    parts = split_batch(Sample(x, names), 3)
+    assert [part.names for part in parts] == [list("abc"), list("de"), list("fg")]
+    assert [part.x.tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6]]
+    moved = move_batch(Sample(x, names), CPU)
+    assert type(moved) is Sample and moved.names == names
+    nested = split_batch({"a": (x, [x]), "names": tuple(names)}, 2)
+    assert nested[1]["a"][1][0].tolist() == [4, 5, 6] and nested[1]["names"] == tuple("efg")
+
+
+@pytest.mark.parametrize("other", [torch.ones(4, 4), torch.ones(()), [1, 2]])
+def test_parts_of_different_lengths_are_not_split_at_random(other):
+    with pytest.raises(ValueError, match="10 samples cannot be split"):
+        split_batch({"x": torch.ones(10), "other": other}, 2)
+
+
 def test_a_batch_of_an_unknown_kind_is_named():
     with pytest.raises(TypeError, match="found str"):
         split_batch(["ab", "cd"], 2)
+    with pytest.raises(TypeError, match="found object"):
+        split_batch({"x": torch.ones(4), "other": object()}, 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_batch_of_nothing_is_an_error_and_not_nan(accumulate):
+    model = small_net()
+    for batch, count in [(samples(0), batch_size), (samples(4), lambda b: (b[1] < 0).sum())]:
+        with pytest.raises(ValueError, match="no term to average over"):
+            one_step(Recipe(accumulate=accumulate), batch, model=model, count=count)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 # --- Mixed precision -------------------------------------------------------------------------
@@ -175,6 +208,23 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     for index, state in before[1].items():
         for key, value in state.items():
             assert torch.equal(value, after[1][index][key])
+
+
+def test_a_skipped_step_leaves_buffers_as_they_were():
+    """The forward pass that overflowed has put NaN into BatchNorm's running statistics."""
+    recipe = Recipe(amp="fp16", accumulate=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = build_optimizer(model, partial(make_optimizer, "sgd", lr=0.1), recipe)
+    scaler = make_scaler(recipe, CPU)
+    train_step(model, samples(8), mean_loss, optimizer, recipe, scaler)
+    before = copy.deepcopy(model.state_dict())
+    assert before["1.num_batches_tracked"] == 2
+    x, labels = samples(8)
+    x[0] = 1e30
+    assert not train_step(model, (x, labels), mean_loss, optimizer, recipe, scaler).stepped
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_fp16_without_its_scaler_is_refused():
@@ -390,6 +440,15 @@ def test_evaluate_and_train_refuse_an_empty_loader():
     model = small_net()
     with pytest.raises(ValueError, match="no batch"):
         train(model, [], None, CATS_DOGS, torch.optim.SGD(model.parameters(), lr=0.1), epochs=1)
+
+
+def test_logits_that_are_nan_have_no_score():
+    """Their largest would be the first class: half right by chance, and wrong in silence."""
+    model = small_net()
+    with torch.no_grad():
+        model[0].bias[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="4 of 4 samples have a logit that is NaN"):
+        evaluate(model, [samples(4)], CATS_DOGS)
 
 
 def test_roc_auc_of_one_class_is_unknown():
