@@ -307,9 +307,13 @@ def _replay_selectively(
         with buffers, selection:
             yield
 
-    pairs = zip(
-        replay_buffers(modules), create_selective_checkpoint_contexts(_keep_products), strict=True
-    )
+    selective = create_selective_checkpoint_contexts(_keep_products)
+    # With offloading, what is kept goes to the host like everything else. Newer versions of torch
+    # take this choice from `checkpoint`, but not through the context that we put around theirs, and
+    # warn until it is made; older ones have no choice and leave it on the device.
+    if hasattr(selective[0], "respect_saved_tensors_hooks"):
+        selective[0].respect_saved_tensors_hooks = True
+    pairs = zip(replay_buffers(modules), selective, strict=True)
     forward, recompute = (both(*pair) for pair in pairs)
     return forward, recompute
 
