@@ -1,4 +1,4 @@
-# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | bench | gpu-check
+# make run [ONLY=02] [DATA=photos] [COMMENTS=folder] [PROFILE=small] | test | lab | soak | bench | gpu-check
 #      notebooks [FORCE=1] [ONLY=02] | report | kaggle | clean
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ BUSY := $(VENV)/unfinished
 # twenty times slower) as soon as another program wants one of the cores.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: run test lab bench gpu-check notebooks report kaggle clean
+.PHONY: run test lab soak bench gpu-check notebooks report kaggle clean
 
 run: $(READY)
 	@$(PY) -m helpers run \
@@ -23,6 +23,10 @@ test: $(READY)
 
 lab: $(READY)
 	@$(PY) -m jupyterlab --KernelManager.transport_encryption=auto notebooks
+
+# Kills, made-up recipes by the hundred, and twenty minutes of training: half an hour in all.
+soak: $(READY)
+	@SOAK=1 $(PY) -m pytest -q -s tests/test_properties.py tests/soak/soak_*.py
 
 bench: $(READY)
 	@$(PY) -m pip install -qq --disable-pip-version-check -r tests/benchmarks/requirements.txt

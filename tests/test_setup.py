@@ -84,7 +84,7 @@ def _project_keys():
 
 
 @pytest.mark.parametrize(
-    "target", ["run", "test", "lab", "bench", "notebooks", "report", "kaggle", "clean"]
+    "target", ["run", "test", "lab", "soak", "bench", "notebooks", "report", "kaggle", "clean"]
 )
 def test_make_knows(target):
     # -n: says what it would do; -o: takes the set-up for done.

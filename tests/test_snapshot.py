@@ -1,5 +1,6 @@
 """Runs that are stopped, killed or starved of disk, and files that are not what they seem."""
 
+import io
 import itertools
 import json
 import os
@@ -397,23 +398,53 @@ def resumes_after_kills(tmp_path, kills, seed=0):
         torch.set_num_threads(threads)
 
 
+def write_in_place(value, path):
+    """What a plain `torch.save` does, on a disk that takes its time."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    with open(path, "wb") as file:
+        file.write(buffer.getvalue()[:500])
+        file.flush()
+        time.sleep(0.05)
+        file.write(buffer.getvalue()[500:])
+
+
 KILLS = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_snapshot import resumes_after_kills
-print("HITS", resumes_after_kills(Path(sys.argv[2]), kills=int(sys.argv[3])))
+import helpers.train
+import test_snapshot
+if sys.argv[4] == "in place":
+    helpers.train.write_atomically = test_snapshot.write_in_place
+print("HITS", test_snapshot.resumes_after_kills(Path(sys.argv[2]), kills=int(sys.argv[3])))
 """
 
 
-def test_killed_runs_go_on_to_the_same_bits(tmp_path):
-    """In a fresh process: torch's autograd cannot be used in a fork of one that has its threads."""
-    arguments = [str(Path(__file__).parent), str(tmp_path), "5"]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, *arguments], capture_output=True, text=True, timeout=300
+def kill_many(folder, kills, writer="atomic"):
+    """`resumes_after_kills` in a fresh process: autograd cannot be used in a fork of one that has
+    its threads."""
+    arguments = [str(Path(__file__).parent), str(folder), str(kills), writer]
+    return subprocess.run(
+        [sys.executable, "-c", KILLS, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100 + 40 * kills,
     )
+
+
+def test_killed_runs_go_on_to_the_same_bits(tmp_path):
+    """Five kills; `make soak` has fifty."""
+    done = kill_many(tmp_path, 5)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("HITS")[1]) >= 3
+
+
+def test_kills_tell_a_writer_that_is_not_atomic(tmp_path):
+    """The test above can fail: written in place, a killed run leaves half a snapshot."""
+    done = kill_many(tmp_path, 5, writer="in place")
+    assert done.returncode != 0
+    assert "snapshot.pt is no snapshot that can be loaded safely" in done.stderr
 
 
 def test_a_run_killed_before_its_first_snapshot_starts_anew(tmp_path):
