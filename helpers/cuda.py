@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from helpers.memory import MIB
+
 aten = torch.ops.aten
 
 # --- Cards ---------------------------------------------------------------------------------
@@ -99,6 +101,13 @@ def find_gpu(name: str) -> Gpu:
         f"no card or size {name!r}: expected a size such as '11 GiB' or '6000 MiB' "
         f"(1 GiB = 1024 MiB), or one of {', '.join(GPUS)}"
     )
+
+
+def gpu_of(properties) -> Gpu:
+    """A card as torch describes it: `torch.cuda.get_device_properties(device)`."""
+    workspace = _HOPPER_WORKSPACE if properties.major == 9 else Gpu.workspace
+    memory_mib = properties.total_memory // MIB
+    return Gpu(properties.name, memory_mib, flash=properties.major >= 8, workspace=workspace)
 
 
 def _bare_name(name: str) -> str:

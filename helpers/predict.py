@@ -48,6 +48,7 @@ from helpers.cuda import (
     cuda_kernels,
     embedding_temporaries,
     find_gpu,
+    gpu_of,
     matrix_product_temporaries,
 )
 from helpers.fake import RememberedResults
@@ -67,10 +68,13 @@ from helpers.train import (
     LossFunction,
     OptimizerFunction,
     Recipe,
+    TriedBatches,
     batch_size,
     build_optimizer,
     check_recipe,
+    largest_batch_by_trying,
     make_optimizer,
+    pick_device,
     split_batch,
     train_step,
 )
@@ -813,6 +817,45 @@ def largest_batch(
     while size < most and predicted(size + 1).fits_gpu:
         size += 1
     return size, predicted(size)
+
+
+def largest_batch_here(
+    workload: Workload,
+    recipe: Recipe,
+    optimizer: str,
+    wanted: int,
+    *,
+    device: str | None = None,
+    gpu: Gpu | None = None,
+) -> TriedBatches:
+    """`largest_batch_by_trying` on this machine's GPU, and advice from `plan` for `wanted`.
+
+    gpu: the card to plan for, by default the one that torch uses, with the memory that other
+    programs leave. Raises ValueError without a GPU: predictions need none, trying does.
+    """
+    target = pick_device(device)
+    if target.type != "cuda" and gpu is None:
+        raise ValueError(
+            "torch sees no CUDA GPU to try on: helpers.predict.largest_batch predicts the largest "
+            'batch for any card, or `python -m helpers plan MODEL --gpu "11 GiB"`'
+        )
+    found = largest_batch_by_trying(
+        workload.model_fn,
+        workload.batch_fn,
+        workload.loss_fn,
+        recipe,
+        partial(make_optimizer, optimizer, lr=1e-3),
+        wanted,
+        device=device,
+    )
+    if found.largest == wanted:
+        return replace(found, advice=f"{workload.title}: a micro-batch of {wanted} fits as it is")
+    if gpu is None:
+        gpu = gpu_of(torch.cuda.get_device_properties(target))
+        free = torch.cuda.mem_get_info(target)[0] // MIB + gpu.context_mib
+        gpu = replace(gpu, memory_mib=min(gpu.memory_mib, free))
+    plans = plan(workload, wanted * recipe.accumulate, gpu, optimizer)
+    return replace(found, advice=plans.text(workload.title))
 
 
 def _largest_by_interpolation(small, large, sizes, gpu: Gpu, most: int) -> int:

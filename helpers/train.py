@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -1242,3 +1243,97 @@ def _measure_step(
         )
     gc.collect()
     return StepMeasurement(failed=reason)
+
+
+# --- Trying what fits ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TriedBatches:
+    """What trying found. largest: the largest micro-batch that fits, 0 for none.
+
+    tried: every size with the reason why it did not fit, None where it did. advice: what to do for
+    the size that was wanted.
+    """
+
+    largest: int
+    tried: dict[int, str | None]
+    advice: str = ""
+
+
+def largest_batch_by_trying(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[int], Batch],
+    loss_fn: LossFunction,
+    recipe: Recipe,
+    optimizer_fn: OptimizerFunction,
+    wanted: int,
+    *,
+    device: str | None = None,
+) -> TriedBatches:
+    """The largest micro-batch up to `wanted` with which two steps run on this machine's GPU.
+
+    The first three functions are those of a `helpers.catalogue.Workload`; a batch has
+    `recipe.accumulate` micro-batches. Two steps, since the optimizer's state comes with the first.
+    Sizes are doubled until one fails, and the gap is halved until it is closed; between two tries
+    everything is freed. Errors other than full memory are raised as they are, and random number
+    generators end as they began. `helpers.predict.largest_batch` tells the same without a GPU.
+    """
+    if wanted < 1:
+        raise ValueError(f"wanted={wanted}: expected a batch of 1 or more")
+    target = pick_device(device)
+    tried: dict[int, str | None] = {}
+    # Not from 1 on: a network with BatchNorm may need two samples.
+    fitting, failing, size = 0, wanted + 1, min(2, wanted)
+    while failing - fitting > 1:
+        batch = partial(batch_fn, size * recipe.accumulate)
+        reason = _why_full(
+            partial(_two_steps, model_fn, batch, loss_fn, recipe, optimizer_fn, target)
+        )
+        _free_memory(target)
+        tried[size] = reason
+        fitting, failing = (size, failing) if reason is None else (fitting, size)
+        still_growing = failing > wanted
+        size = min(2 * fitting, wanted) if still_growing else (fitting + failing) // 2
+    return TriedBatches(fitting, tried)
+
+
+def _why_full(run: Callable[[], None]) -> str | None:
+    """Why `run` does not fit the GPU, None if it does. Nothing of it is alive afterwards."""
+    try:
+        run()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).split(". ")[0].splitlines()[0]
+        traceback.clear_frames(error.__traceback__)  # whoever keeps the error keeps no tensors
+    else:
+        return None
+    return reason
+
+
+def _two_steps(
+    model_fn: Callable[[], nn.Module],
+    batch_fn: Callable[[], Batch],
+    loss_fn: LossFunction,
+    recipe: Recipe,
+    optimizer_fn: OptimizerFunction,
+    device: torch.device,
+) -> None:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model = model_fn().to(device).train()
+        check_recipe(recipe, model)
+        optimizer = build_optimizer(model, optimizer_fn, recipe)
+        scaler = make_scaler(recipe, device)
+        batch = batch_fn()
+        updates = skipped = 0
+        while updates < 2 and skipped < MAX_SKIPPED_IN_A_ROW:
+            result = train_step(model, batch, loss_fn, optimizer, recipe, scaler)
+            updates, skipped = updates + result.stepped, skipped + (not result.stepped)
+        float(result.loss)  # waits for the GPU: its errors come late
+
+
+def _free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint_sequential
 
 from helpers.catalogue import Workload
+from helpers.cuda import gpu_of
 from helpers.train import OPTIMIZERS, Recipe, measure_step
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
@@ -120,7 +121,7 @@ def test_evaluation_leaves_the_model_in_training():
 
 def test_a_prediction_has_the_four_numbers():
     properties = SimpleNamespace(name="some card", total_memory=8 * 1024**3, major=8)
-    numbers = gpu_check.predicted(small_check(), gpu_check.card_of(properties))
+    numbers = gpu_check.predicted(small_check(), gpu_of(properties))
     assert numbers["device_used_mib"] == numbers["peak_reserved_mib"] + numbers["context_mib"]
     assert 0 < numbers["peak_allocated_mib"] < numbers["peak_reserved_mib"]
 
@@ -128,7 +129,7 @@ def test_a_prediction_has_the_four_numbers():
 def test_the_card_as_torch_describes_it():
     def card(major):
         properties = SimpleNamespace(name="any", total_memory=8 * 1024**3, major=major)
-        return gpu_check.card_of(properties)
+        return gpu_of(properties)
 
     assert card(7).memory_mib == 8192 and not card(7).flash
     assert card(8).flash and card(8).workspace == 8_519_680

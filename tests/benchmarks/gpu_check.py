@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.catalogue import Workload, find_workload
-from helpers.cuda import GPUS, Gpu
+from helpers.cuda import Gpu, gpu_of
 from helpers.memory import MIB, measure, nvml_memory, timed
 from helpers.predict import predict
 from helpers.train import (
@@ -224,15 +224,8 @@ def evaluate_once(model: nn.Module, batch, device: torch.device) -> None:
 # --- Its prediction ------------------------------------------------------------------------
 
 
-def card_of(properties) -> Gpu:
-    """What a prediction has to know of a card, from what torch says about it."""
-    workspace = GPUS["H100"].workspace if properties.major == 9 else Gpu.workspace
-    memory_mib = properties.total_memory // MIB
-    return Gpu(properties.name, memory_mib, flash=properties.major >= 8, workspace=workspace)
-
-
 def this_card() -> Gpu:
-    return card_of(torch.cuda.get_device_properties(0))
+    return gpu_of(torch.cuda.get_device_properties(0))
 
 
 def predicted(check: Check, card: Gpu) -> dict:
