@@ -401,6 +401,7 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
             f"checkpoint={how!r}: {type(model).__name__} is not an nn.Sequential, expected "
             "'layers', 'layers/N' for every Nth, 'selective' or None"
         )
+    _announce_unequal_bits(model)
     for module, forward in replaced.items():
         module.forward = forward
     try:
@@ -414,6 +415,22 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
             "is trained, so the backward pass needs nothing of them. Leave it out.",
             stacklevel=3,
         )
+
+
+def _announce_unequal_bits(model: nn.Module) -> None:
+    """Say where dropout may be drawn anew: torch does not bring back MPS's random numbers."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != "mps":
+        return
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+            warnings.warn(
+                "checkpointing with dropout on an MPS device: torch may draw another mask when it "
+                "recomputes, so gradients need not equal those of plain training. Set dropout to "
+                "0, or train on another device.",
+                stacklevel=4,
+            )
+            return
 
 
 @contextlib.contextmanager

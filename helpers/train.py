@@ -463,7 +463,17 @@ def train_step(
         is_last = index == len(pieces) - 1
         with nullcontext() if is_last else gradients_stay_here(model):
             with _forward_context(model, recipe):
-                loss = loss_fn(model, to_device(piece))
+                try:
+                    loss = loss_fn(model, to_device(piece))
+                except ValueError as error:
+                    if "more than 1 value per channel" not in str(error):
+                        raise
+                    raise ValueError(
+                        f"{error}: BatchNorm cannot train on one value a channel, and this batch "
+                        f"has {batch_size(piece)} sample(s) in micro-batch {index + 1} of "
+                        f"{len(pieces)}. Use fewer micro-batches or a larger batch, and leave out "
+                        "a last batch that is too small (drop_last=True)"
+                    ) from error
                 loss = (
                     loss * _like(weights[index], loss) if counts[index] else loss.nan_to_num() * 0
                 )

@@ -3,10 +3,15 @@
 tests/README.md lists every report with its test.
 """
 
+import ast
 import gc
+import json
+import re
 import warnings
 import weakref
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +26,7 @@ from helpers.train import (
     CATS_DOGS,
     Recipe,
     build_optimizer,
+    choose_amp,
     evaluate,
     make_optimizer,
     make_scaler,
@@ -29,6 +35,7 @@ from helpers.train import (
 )
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
 SGD = partial(make_optimizer, "sgd", lr=0.1)
 
 
@@ -236,6 +243,106 @@ def test_validation_between_training_steps_changes_nothing():
             assert torch.equal(a, b)
 
 
+def calls_of_checkpoint(code):
+    """Calls of torch's two functions, also as the first argument of `partial`."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call):
+            is_partial = getattr(node.func, "id", None) == "partial"
+            called = node.args[0] if is_partial else node.func
+            name = getattr(called, "id", getattr(called, "attr", None))
+            if name in ("checkpoint", "checkpoint_sequential"):
+                yield node
+
+
+def test_every_call_of_checkpoint_says_which_form():
+    """torch only warns where `use_reentrant` is left out, and means to change its default."""
+    sources = {path.name: path.read_text() for path in (ROOT / "helpers").glob("*.py")}
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        sources[path.name] = "\n".join(code)
+    found = [(name, call) for name, code in sources.items() for call in calls_of_checkpoint(code)]
+    assert {name for name, _ in found} >= {"models.py"}
+    for name, call in found:
+        words = {keyword.arg for keyword in call.keywords}
+        assert "use_reentrant" in words, f"{name}, line {call.lineno}"
+
+
+def test_on_mps_equal_bits_are_not_promised(monkeypatch):
+    """torch does not restore the random numbers of that device when it recomputes."""
+    model = vgg16(width=0.1)
+    on_mps = SimpleNamespace(device=torch.device("mps"), requires_grad=True)
+    monkeypatch.setattr(nn.Module, "parameters", lambda self, recurse=True: iter([on_mps]))
+    with pytest.warns(UserWarning, match="another mask when it recomputes"):
+        with checkpointing(model, "pools"):
+            pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with checkpointing(model.eval(), "pools"):
+            pass
+
+
+@pytest.mark.parametrize("cause", ["mode", "random"])
+def test_causes_of_a_changed_recomputation_are_named(cause):
+    """The mode switched in between; Python's random numbers inside a block."""
+    numbers = iter((0.9, 0.1))
+
+    class Moody(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+        def forward(self, x):
+            x = self.linear(x)
+            if cause == "mode":
+                return self.dropout(x).square()
+            return x.exp().sin() if next(numbers) > 0.5 else x.square()
+
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Moody()])})
+
+    def loss_fn(model, batch):
+        loss = model["blocks"][0](batch).sum()
+        if cause == "mode":
+            model.eval()
+        return loss
+
+    recipe = Recipe(checkpoint="layers")
+    with pytest.raises(RuntimeError, match="model.eval.*Python's or NumPy's random numbers"):
+        train_step(
+            model, torch.ones(2, 4), loss_fn, build_optimizer(model, SGD, recipe), recipe
+        )  # fmt: skip
+
+
+def test_autocast_is_real_on_a_cpu_and_takes_any_name_of_a_device(capsys):
+    """ "cuda" autocast switches itself off here with a warning: the row would be float32's."""
+    seen = []
+    model = nn.Linear(4, 2)
+
+    def loss_fn(model, batch):
+        seen.append(model(batch).dtype)
+        return model(batch).float().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for amp in ("bf16", "fp16", choose_amp(torch.device("cpu"))):
+            recipe = Recipe(amp=amp)
+            optimizer, scaler = build_optimizer(model, SGD, recipe), make_scaler(recipe, CPU)
+            train_step(model, torch.ones(2, 4), loss_fn, optimizer, recipe, scaler)
+    assert seen == [torch.bfloat16, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("accumulate, samples", [(1, 1), (4, 5), (9, 5)])
+def test_a_micro_batch_too_small_for_batchnorm_is_explained(accumulate, samples):
+    """Pieces of an uneven last batch can be of one sample even where the others are not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    recipe = Recipe(accumulate=accumulate)
+    with pytest.raises(ValueError, match="fewer micro-batches or a larger batch"):
+        train_step(
+            model, torch.ones(samples, 4), lambda m, b: m(b).sum(),
+            build_optimizer(model, SGD, recipe), recipe,
+        )  # fmt: skip
+
+
 def test_no_deprecated_amp_names():
     """`torch.cuda.amp` warns in every cell; the names that replace it came with torch 2.3."""
     with warnings.catch_warnings():
@@ -316,3 +423,20 @@ def test_stored_losses_hold_no_graph():
         build_optimizer(model, SGD, Recipe()),
     )
     assert result.loss.grad_fn is None and not result.loss.requires_grad
+
+
+def test_the_table_names_tests_that_exist():
+    """tests/README.md: 45 kinds of fault, each with its public threads and its tests."""
+    text = (ROOT / "tests" / "README.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 45
+    known = {}
+    for path in (ROOT / "tests").glob("test_*.py"):
+        functions = [node for node in ast.parse(path.read_text()).body]
+        known[path.name] = {getattr(node, "name", None) for node in functions}
+    for threads, fault, tests in rows:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
+        assert named and len(fault) > 10
+        assert re.search(r"#\d+", threads) or "no single thread" in threads
+        for file, name in named:
+            assert name in known.get(file, ()), f"{file}::{name}"

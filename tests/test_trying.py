@@ -52,7 +52,7 @@ class Card:
         self.sizes.append(len(batch))
         big = torch.ones(len(batch), 100)
         self.alive += [weakref.ref(big), weakref.ref(model)]
-        if len(batch) > self.room:
+        if len(batch) > self.room and type(batch) is torch.Tensor:  # predictions are no tries
             raise self.error
         return model(batch).square().mean() + 0 * big.mean()
 
@@ -121,7 +121,7 @@ def test_it_ends_with_advice_from_plan():
     workload = find_workload("resnet18", image_size=64)
 
     def full(model, batch):
-        if len(batch[0]) > 2 and type(batch[0]) is torch.Tensor:  # predictions are not tried
+        if len(batch[0]) > 2 and type(batch[0]) is torch.Tensor:
             raise REAL[0]
         return workload.loss_fn(model, batch)
 
