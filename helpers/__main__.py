@@ -40,7 +40,7 @@ from helpers.notebook import (
     set_seed,
 )
 from helpers.pages import write_pages
-from helpers.publish import refresh, repository_address, write_bootstrap_cells
+from helpers.publish import open_links, refresh, repository_address, write_first_cells
 
 # --- Running the notebooks -----------------------------------------------------------------
 
@@ -260,7 +260,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 def add_bootstrap(commands) -> None:
     parser = commands.add_parser(
-        "bootstrap", help="write the first code cell, the same for all, into every notebook"
+        "bootstrap", help="write the first code cell and the badges into every notebook"
     )
     parser.set_defaults(function=bootstrap_command)
 
@@ -268,7 +268,7 @@ def add_bootstrap(commands) -> None:
 def bootstrap_command(options: argparse.Namespace) -> None:
     """Give every notebook the first cell that finds or gets the helpers."""
     root = repository()
-    changed = write_bootstrap_cells(find_notebooks(root / "notebooks"), repository_address(root))
+    changed = write_first_cells(find_notebooks(root / "notebooks"), repository_address(root))
     print("Changed:", ", ".join(path.stem for path in changed) or "nothing")
 
 
@@ -349,11 +349,13 @@ def report_blocks(root: Path) -> dict[str, str]:
         if name not in summary["minutes"] or name in summary["problems"]:
             raise ValueError(f"the last `make run` has no results of {name}: run all notebooks")
     machine = f"From a run with the profile `{summary['profile']}`. {summary['machine']}."
+    address = repository_address(root)
     lessons = [
         {
             "notebook": f"[{path.stem}](notebooks/{path.name})",
             "what it teaches": _first_sentence(path),
             "minutes": round(summary["minutes"][path.stem], 1),
+            **{where: f"[open]({link})" for where, link in open_links(address, path.stem).items()},
         }
         for path in notebooks
     ]
@@ -454,7 +456,7 @@ def add_report(commands) -> None:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """Fill the generated parts of README.md from runs/summary.json and data/benchmarks."""
+    """Fill the generated parts of README.md, and the first cells and badges of the notebooks."""
     root = repository()
     readme = root / "README.md"
     text = readme.read_text(encoding="utf-8")
@@ -462,6 +464,7 @@ def report_command(options: argparse.Namespace) -> None:
     for name, content in blocks.items():
         text = replace_block(text, name, content)
     readme.write_text(text, encoding="utf-8")
+    write_first_cells(find_notebooks(root / "notebooks"), repository_address(root))
     print("README.md holds the results of the last run.")
 
 

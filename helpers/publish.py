@@ -23,6 +23,7 @@ from helpers.execute import (
     kernel_config,
     private_kernel,
 )
+from helpers.pages import BADGES_TAG
 
 # --- The first cell ------------------------------------------------------------------------
 
@@ -136,11 +137,50 @@ def write_notebook(notebook: Mapping[str, Any], path: Path) -> bool:
     return True
 
 
-def write_bootstrap_cells(paths: list[Path], address: str) -> list[Path]:
-    """Put today's first cell into the notebooks; those that changed."""
-    return [
-        path for path in paths if write_notebook(with_bootstrap(read_notebook(path), address), path)
+def open_links(address: str, name: str) -> dict[str, str]:
+    """Where a notebook of the published repository opens, by platform.
+
+    Empty while the address is, or where it is not GitHub's, which is all that the two can open.
+    """
+    found = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?", address)
+    if found is None:
+        return {}
+    page = f"{found[1]}/blob/main/notebooks/{name}.ipynb"
+    return {
+        "Colab": f"https://colab.research.google.com/github/{page}",
+        "Kaggle": f"https://kaggle.com/kernels/welcome?src=https://github.com/{page}",
+    }
+
+
+BADGE_PICTURES = {
+    "Colab": "https://colab.research.google.com/assets/colab-badge.svg",
+    "Kaggle": "https://kaggle.com/static/images/open-in-kaggle.svg",
+}
+
+
+def with_badges(notebook: Mapping[str, Any], address: str, name: str) -> dict[str, Any]:
+    """The notebook with its badges below the title, or with none where there are no links."""
+    cells = [cell for cell in notebook["cells"] if not has_tag(cell, BADGES_TAG)]
+    badges = [
+        f"[![Open in {platform}]({BADGE_PICTURES[platform]})]({link})"
+        for platform, link in open_links(address, name).items()
     ]
+    if badges:
+        metadata = {"tags": [BADGES_TAG]}
+        source = [" ".join(badges)]
+        cell = {"cell_type": "markdown", "id": BADGES_TAG, "metadata": metadata, "source": source}
+        cells.insert(1, cell)
+    return {**notebook, "cells": cells}
+
+
+def write_first_cells(paths: list[Path], address: str) -> list[Path]:
+    """Put today's badges and first code cell into the notebooks; those that changed."""
+    changed = []
+    for path in paths:
+        notebook = with_badges(read_notebook(path), address, path.stem)
+        if write_notebook(with_bootstrap(notebook, address), path):
+            changed.append(path)
+    return changed
 
 
 # --- Outputs -------------------------------------------------------------------------------

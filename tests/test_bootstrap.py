@@ -22,7 +22,14 @@ from helpers.bootstrap import (
     install_missing,
     prepare_kernel,
 )
-from helpers.publish import bootstrap_source, has_tag, repository_address, with_bootstrap
+from helpers.publish import (
+    bootstrap_source,
+    has_tag,
+    read_notebook,
+    repository_address,
+    with_badges,
+    with_bootstrap,
+)
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -56,6 +63,31 @@ def test_the_cell_comes_before_all_code_once():
     published = with_bootstrap(once, "https://example.org/a/tutorial")
     assert '"https://example.org/a/tutorial"' in "".join(published["cells"][1]["source"])
     assert len(published["cells"]) == 4
+
+
+def test_badges_come_with_an_address_on_github_and_go_with_it():
+    text = nbformat.v4.new_markdown_cell("# T")
+    plain = notebook_of(text, nbformat.v4.new_code_cell("1"))
+    published = with_badges(plain, "https://github.com/me/tutorial.git", "01_x")
+    title, badges, _ = published["cells"]
+    assert title == plain["cells"][0] and badges["cell_type"] == "markdown"
+    (source,) = badges["source"]
+    page = "me/tutorial/blob/main/notebooks/01_x.ipynb"
+    assert f"](https://colab.research.google.com/github/{page})" in source
+    assert f"](https://kaggle.com/kernels/welcome?src=https://github.com/{page})" in source
+    assert "![Open in Colab](https://" in source and "![Open in Kaggle](https://" in source
+    again = with_badges(published, "https://github.com/other/tutorial/", "01_x")
+    assert len(again["cells"]) == 3 and "other/tutorial/blob" in again["cells"][1]["source"][0]
+    for address in ("", "https://example.org/me/tutorial"):
+        assert with_badges(published, address, "01_x") == plain
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_badges_are_those_of_the_address(path):
+    notebook = read_notebook(path)
+    assert with_badges(notebook, repository_address(ROOT), path.stem) == notebook, (
+        "`python -m helpers bootstrap` writes them"
+    )
 
 
 @pytest.mark.parametrize("address", ['https://x/"+evil()+"', "git@host:a/b", "/a/folder"])

@@ -182,6 +182,8 @@ def test_summary(runs):
 def test_report(make, tmp_path):
     notebooks = make("01_x").parent.rename(tmp_path / "notebooks")
     (tmp_path / "runs").mkdir()
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[tool.tutorial]\nrepository = ""\n')
     with pytest.raises(FileNotFoundError, match="make run"):
         report_blocks(tmp_path)
     write_summary([example_run()], tmp_path / "runs", "tiny")
@@ -189,6 +191,9 @@ def test_report(make, tmp_path):
     assert "| net | plain |" in blocks["result-table"] and "torch" in blocks["result-table"]
     assert "[01_x](notebooks/01_x.ipynb) | Teaches a thing. | 1.5 |" in blocks["notebooks"]
     assert "| c | 1 | holds |" in blocks["claims"]
+    assert "colab" not in blocks["notebooks"]
+    project.write_text('[tool.tutorial]\nrepository = "https://github.com/a/b"\n')
+    assert "/github/a/b/blob/main/notebooks/01_x.ipynb)" in report_blocks(tmp_path)["notebooks"]
     (notebooks / "02_new.ipynb").write_text((notebooks / "01_x.ipynb").read_text())
     with pytest.raises(ValueError, match="02_new"):
         report_blocks(tmp_path)
