@@ -37,13 +37,14 @@ class Stop(Exception):
         return [str(self)]
 
 
-def get_helpers(source="ADDRESS", copy="larger-models"):
+def get_helpers(copy="larger-models"):
     import os
     import subprocess
     import sys
     from pathlib import Path
 
-    source, here = os.environ.get("TUTORIAL_SOURCE") or source, Path.cwd()
+    published = "ADDRESS"
+    source, here = os.environ.get("TUTORIAL_SOURCE") or published, Path.cwd()
     places = [here, *here.parents, here / source, here / copy]
     root = next((p for p in places if (p / "helpers/bootstrap.py").exists()), None)
     if root is None and not source:

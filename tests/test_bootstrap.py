@@ -131,7 +131,7 @@ def repository(tmp_path_factory):
 
 
 def run_code(python, code, cwd=None, **environment):
-    given = {**os.environ, "TUTORIAL_SOURCE": "", **environment}
+    given = {**os.environ, "PYTHONPATH": "", "TUTORIAL_SOURCE": "", **environment}
     return subprocess.run([python, "-c", code], cwd=cwd, env=given, capture_output=True, text=True)
 
 
@@ -191,7 +191,8 @@ def test_without_git_it_is_one_sentence(stranger, repository, tmp_path):
 def execute(python, path, source, cwd):
     """Execute a notebook with papermill as a reader does, its kernel the same interpreter."""
     command = [python, "-m", "papermill", path, cwd / "out.ipynb", "-p", "PROFILE", "tiny"]
-    given = {**os.environ, "TUTORIAL_SOURCE": str(source), "JUPYTER_PATH": "", "HOME": str(cwd)}
+    given = {**os.environ, "PYTHONPATH": "", "JUPYTER_PATH": "", "HOME": str(cwd)}
+    given["TUTORIAL_SOURCE"] = str(source)
     return subprocess.run(
         [*command, "--no-progress-bar", "--cwd", cwd],
         cwd=cwd, env=given, capture_output=True, text=True,
