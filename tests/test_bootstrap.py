@@ -200,7 +200,7 @@ def execute(python, path, source, cwd):
 
 
 def test_jupyter_shows_the_sentence_and_no_traceback(stranger, tmp_path):
-    done = execute(stranger, NOTEBOOKS[0], "", tmp_path)
+    done = execute(stranger, NOTEBOOKS[0], "/no/such/place", tmp_path)
     assert done.returncode != 0
     outputs = [
         output
@@ -209,7 +209,7 @@ def test_jupyter_shows_the_sentence_and_no_traceback(stranger, tmp_path):
     ]
     (error,) = (output for output in outputs if output.output_type == "error")
     (sentence,) = error.traceback
-    assert sentence.startswith("The tutorial's helpers are not here")
+    assert sentence.startswith("Could not get the tutorial from /no/such/place (fatal: ")
     assert not [output for output in outputs if output.output_type == "stream"]
 
 
