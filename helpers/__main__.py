@@ -439,9 +439,9 @@ def _two_errors(group: Mapping[str, Any], stack: str) -> str:
 def _first_sentence(path: Path) -> str:
     """The sentence below the title of a notebook."""
     source = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
-    lines = [line for line in source.splitlines() if line.strip() and not line.startswith("#")]
-    text = " ".join(lines[:1])
-    return re.split(r"(?<=[.!?])\s", text)[0]
+    below = source.partition("\n")[2].strip()
+    paragraph = " ".join(below.partition("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s", paragraph)[0]
 
 
 def folder_bytes(folder: Path) -> int:

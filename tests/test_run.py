@@ -43,7 +43,7 @@ def make(tmp_path):
 
     def write(name, *sources, parameters=PARAMETERS):
         tagged = nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})
-        cells = [nbformat.v4.new_markdown_cell(f"# {name}\nTeaches a thing. Then more."), tagged]
+        cells = [nbformat.v4.new_markdown_cell(f"# {name}\nTeaches a\nthing. Then more."), tagged]
         cells += [nbformat.v4.new_code_cell(source) for source in sources]
         kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernelspec})
