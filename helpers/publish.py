@@ -314,6 +314,12 @@ def unfit_outputs(notebook: Mapping[str, Any]) -> list[str]:
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             problems += [f"cell {cell['id']}: {problem}" for problem in _unfit(output)]
+            described = output.get("metadata", {}).get("image/png", {}) | cell["metadata"]
+            if "image/png" in output.get("data", {}) and not described.get("alt"):
+                problems.append(
+                    f"cell {cell['id']}: its picture has no text for those who cannot see it: show "
+                    'a helpers.plot.Picture, or give the cell\'s metadata an "alt"'
+                )
     code = [c for c in notebook["cells"] if c["cell_type"] == "code" and "".join(c["source"])]
     counts = [cell["execution_count"] for cell in code]
     if counts != list(range(1, len(counts) + 1)):

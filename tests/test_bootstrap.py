@@ -214,7 +214,7 @@ def test_jupyter_shows_the_sentence_and_no_traceback(stranger, tmp_path):
 
 
 # The shortest; all of them run in empty folders the same way.
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem.startswith("06")])
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem.startswith("01")])
 def test_alone_in_an_empty_folder(stranger, repository, tmp_path, path):
     done = execute(stranger, path, repository, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -218,9 +218,19 @@ STREAM = {"output_type": "stream", "name": "stdout"}
     ],
 )
 def test_what_may_not_be_committed(output, expected):
-    code = {"cell_type": "code", "id": "x", "execution_count": 1, "source": ["1"]}
+    code = {"cell_type": "code", "id": "x", "execution_count": 1, "source": ["1"], "metadata": {}}
     problems = unfit_outputs({"cells": [{**code, "outputs": [output]}]})
     assert (problems == []) if expected is None else (expected in problems[0])
+
+
+def test_pictures_need_a_text():
+    picture = {"output_type": "display_data", "metadata": {}, "data": {"image/png": "iVBO"}}
+    told = {**picture, "metadata": {"image/png": {"alt": "A line."}}}
+    code = {"cell_type": "code", "id": "x", "execution_count": 1, "source": ["1"], "metadata": {}}
+    assert "no text" in unfit_outputs({"cells": [{**code, "outputs": [picture]}]})[0]
+    assert unfit_outputs({"cells": [{**code, "outputs": [told]}]}) == []
+    told_by_cell = {**code, "metadata": {"alt": "A line."}, "outputs": [picture]}
+    assert unfit_outputs({"cells": [told_by_cell]}) == []
 
 
 def test_counts_must_be_those_of_one_run():
