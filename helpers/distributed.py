@@ -161,7 +161,7 @@ def pieces_in_all(model: nn.Module, accumulate: int, samples: int) -> int:
     return pieces
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor put together from the shares of all processes; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

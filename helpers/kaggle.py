@@ -311,7 +311,8 @@ def _read_module(library: Library, module: str, text: str, tree: ast.Module) -> 
                 imports += imported_names(node)
             continue
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            imports += [item for part in node.body for item in imported_names(part, True)]
+            for part in node.body:
+                imports += [] if _is_of_helpers(part) else imported_names(part, True)
             continue
         code = "\n".join(lines[start - 1 : end])
         names = names_in(code)
@@ -414,24 +415,26 @@ class _Copy:
         self.where = ""
 
     def write(self) -> Any:
-        cells = self.notebook["cells"]
-        self.script = [
-            name
-            for cell in cells
-            if cell["cell_type"] == "code"
-            for name in _names_in_scripts(cell["source"])
-        ]
-        code = 0
+        """The copy, cell by cell."""
+        cells = [cell for cell in self.notebook["cells"] if cell["source"].strip()]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        for number, cell in enumerate(code, start=1):
+            self.where = _place(number, cell)
+            try:
+                self.script += _names_in_scripts(cell["source"])
+            except SyntaxError as error:
+                raise ValueError(f"{self.where} is no plain Python: {error}") from None
+        number = 0
         for cell in cells:
             if cell["cell_type"] != "code":
                 self.cells.append(copy.deepcopy(cell))
-            elif cell["source"].strip():
-                code += 1
-                if code == 1:
-                    self._add("markdown", ABOUT_THE_COPY)
-                    self._add("code", FUTURE)
-                self.where = f"code cell {code} (`{cell['source'].splitlines()[0]}`)"
-                self._copy_code(cell)
+                continue
+            if number == 0:
+                self._add("markdown", ABOUT_THE_COPY)
+                self._add("code", FUTURE)
+            number += 1
+            self.where = _place(number, cell)
+            self._copy_code(cell)
         self._refuse_shadows()
         return self._finished()
 
@@ -451,15 +454,10 @@ class _Copy:
             return
         rest, shown = self._without_helpers(cell["source"])
         names = self._note_names(rest)
-        if not shown:
-            self._define(names)
-        before = [item for item in shown if self.library.owners[_root(item)] in self.done]
-        needed_at_once = names & {_root(item) for item in shown}
-        if shown and (needed_at_once or not rest):
-            self._define(names | {_root(item) for item in shown}, shown)
-            self._show_again(before)
-        else:
-            self._define(names)
+        roots = {_root(item) for item in shown}
+        needed = {name for d in self.library.closure(names) for name in d.names}
+        shown_first = not rest or bool(needed & roots)
+        self._define(names | roots if shown_first else names, shown if shown_first else ())
         if any(name in self.script for name in _names_in_scripts(rest)):
             self._write_script()
         rest = IMPORT_IN_TEXT.sub(
@@ -470,9 +468,8 @@ class _Copy:
         if rest:
             self._add("code", rest)
             self.cells[-1]["metadata"] = {"tags": list(tags)} if tags else {}
-        if shown and not needed_at_once and rest:
-            self._define({_root(item) for item in shown}, shown)
-            self._show_again(before)
+        if not shown_first:
+            self._define(roots, shown)
         if "parameters" in tags:
             self._add_data()
 
@@ -518,6 +515,7 @@ class _Copy:
 
     def _define(self, names: Iterable[str], shown: Sequence[str] = ()) -> None:
         """Add what `names` need and no earlier cell has defined; `shown` stands in open cells."""
+        again = [item for item in shown if self.library.owners[_root(item)] in self.done]
         new = [d for d in self.library.closure(names) if d not in self.done]
         visible = {self.library.owners[_root(item)] for item in shown}
         modules = list(dict.fromkeys(definition.module for definition in new))
@@ -526,6 +524,7 @@ class _Copy:
             self._add("markdown", f"**Helpers.** {'; '.join(about)}.")
         for module in modules:
             self._define_from(module, [d for d in new if d.module == module], visible)
+        self._show_again(again)
         spawns = any('get_context("spawn")' in definition.text for definition in new)
         if spawns and not self.shares:
             self.shares = True
@@ -635,6 +634,10 @@ class _Copy:
         }
         content = {"cells": self.cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
         return nbformat.from_dict(content)
+
+
+def _place(number: int, cell: Any) -> str:
+    return f"code cell {number} (`{cell['source'].strip().splitlines()[0]}`)"
 
 
 def _calls_show_source(node: ast.AST) -> bool:

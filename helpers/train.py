@@ -41,7 +41,7 @@ from helpers.distributed import (
     process_count,
     process_rank,
     wait_for_all,
-    whole,
+    whole_tensor,
 )
 from helpers.memory import MIB, Timeline, Timing, Usage, measure, timed
 from helpers.models import Checkpoint, checkpointing, unwrap, without_cache
@@ -492,7 +492,7 @@ def train_step(
     if recipe.clip_norm is not None:
         scaler.unscale_(optimizer)  # clip true gradients, not scaled ones
         norm = torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), recipe.clip_norm)
-        grad_norm = whole(norm)
+        grad_norm = whole_tensor(norm)
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()

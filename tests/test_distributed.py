@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from helpers.distributed import ShardedBatches, distribute, process_group, shard, whole
+from helpers.distributed import ShardedBatches, distribute, process_group, shard, whole_tensor
 from helpers.models import sharding_units
 from helpers.train import CATS_DOGS, Recipe, build_optimizer, make_optimizer, train, train_step
 
@@ -65,7 +65,9 @@ def train_all(wrap, recipe, folder=None, epochs=2, resume=False, optimizer="mome
         model, train_loader, val_loader, CATS_DOGS, optimizer, epochs=epochs, recipe=recipe,
         save_dir=folder, resume=resume, snapshot_steps=None if folder is None else 2,
     )  # fmt: skip
-    weights = torch.cat([whole(parameter.detach()).reshape(-1) for parameter in model.parameters()])
+    weights = torch.cat(
+        [whole_tensor(parameter.detach()).reshape(-1) for parameter in model.parameters()]
+    )
     figures = [(r.train_loss, r.train_score, r.val_loss, r.val_score, r.steps) for r in results]
     return weights, figures
 

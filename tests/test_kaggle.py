@@ -285,7 +285,14 @@ def test_helpers_that_contradict_each_other_are_refused(library, tmp_path):
 
 @pytest.mark.parametrize(
     "cell",
-    ["import helpers.low", "from helpers.low import Point as P", "from helpers.low import nothing"],
+    [
+        "import helpers.low",
+        "from helpers.low import Point as P",
+        "from helpers.low import nothing",
+        "def f():\n    from helpers.low import Point",
+        "%%time\nfrom helpers.low import Point",
+        "from helpers.low import Point\nshow_source(print)",
+    ],
 )
 def test_imports_that_cannot_be_taken_along_are_refused(library, cell):
     with pytest.raises(ValueError, match="code cell 1"):
