@@ -67,8 +67,8 @@ def install_missing() -> None:
     own_choice = [name for name in missing if name in ("torch", "torchvision")]
     if own_choice:
         raise SetupProblem(
-            f"{' and '.join(own_choice)} is not installed: {SELECTOR} says how to install the "
-            "build for this machine, after which the kernel has to be restarted."
+            f"Not installed: {' and '.join(own_choice)}; {SELECTOR} says how to get the build for "
+            "this machine, after which the kernel has to be restarted."
         )
     if not missing:
         return
@@ -109,7 +109,10 @@ def _pip_install(wanted: list[str]) -> str | None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--retries=1"]
         command += ["--disable-pip-version-check", f"--constraint={constraints}", *wanted]
         done = subprocess.run(command, capture_output=True, text=True)
-    return None if done.returncode == 0 else _last_line(done.stderr)
+    if done.returncode == 0:
+        return None
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    return _last_line(errors[0] if errors else done.stderr)
 
 
 def _installed_version(package: str) -> str | None:

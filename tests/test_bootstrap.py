@@ -285,14 +285,15 @@ def test_any_pynvml_that_imports_stays(pip, monkeypatch):
 @pytest.mark.parametrize("name", ["torch", "torchvision"])
 def test_torch_is_never_installed(pip, monkeypatch, name):
     hide(monkeypatch, name, "tqdm")
-    with pytest.raises(SetupProblem, match=f"^{name} is not installed: https://pytorch.org"):
+    with pytest.raises(SetupProblem, match=f"^Not installed: {name}; https://pytorch.org"):
         install_missing()
     assert pip.calls == []
 
 
 def test_no_internet_is_one_sentence(pip, monkeypatch):
     hide(monkeypatch, "tqdm")
-    pip.code, pip.error = 1, "WARNING: Retrying\nERROR: No matching distribution found for tqdm\n"
+    pip.code = 1
+    pip.error = "WARNING: Retrying\nERROR: No matching distribution found for tqdm\nERROR: see x\n"
     with pytest.raises(SetupProblem, match=r"Could not install tqdm>=4.66 \(ERROR: No matching"):
         install_missing()
 
