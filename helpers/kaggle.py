@@ -347,8 +347,8 @@ the tutorial's helpers is in its cells, each before its first use. Where the les
 helper you see its code; the rest is in folded cells under the heading *Helpers*. Change one, run
 its cell again, and everything that follows uses your version.
 
-What is defined in cells cannot be sent to worker processes, so the data loaders of a notebook work
-without any."""
+A process that starts afresh cannot find what is defined in cells, so the data loaders of a notebook
+work without worker processes."""
 
 ABOUT_SHARING = """\
 **On a GPU `measure_step` works in a process of its own,** which starts from a file, and a notebook
@@ -539,6 +539,7 @@ class _Copy:
         return ", ".join(titles) or self.library.about[definitions[0].module].rstrip(".")
 
     def _define_from(self, module: str, new: list[Definition], visible: set[Definition]) -> None:
+        """Cells with a module's definitions: folded ones, and those of `visible` open."""
         first, then = [], []  # folded, before and after what is shown
         late = {d for d in new if d in visible}
         for definition in new:
