@@ -986,9 +986,11 @@ class _Run:
             )
         if resume:
             print(f"No snapshot in {self.folder}: training starts from the beginning.")
-        state = self._state()
         if process_rank(self.model) == 0:  # now and not after an epoch's work
-            check_writable(state, self.snapshot_path)
+            # Not the optimizer's state: where it is shared out, asking for it would create it.
+            settings = self.optimizer.state_dict()["param_groups"]
+            known = {"model": unwrap(self.model).state_dict(), "optimizer": settings}
+            check_writable(self._rest() | known, self.snapshot_path)
 
     def save_snapshot(self, seconds: float = 0.0) -> None:
         """Write everything that going on needs. Of several processes the first writes for all."""
@@ -1016,10 +1018,12 @@ class _Run:
     def _state(self) -> dict[str, Any]:
         """The state of all that is trained; all processes have to ask for it together."""
         model = unwrap(self.model)
+        weights = {"model": model_state(model)}
+        return weights | {"optimizer": optimizer_state(model, self.optimizer)} | self._rest()
+
+    def _rest(self) -> dict[str, Any]:
         return {
             "identity": self._identity(),
-            "model": model_state(model),
-            "optimizer": optimizer_state(model, self.optimizer),
             "scaler": self.scaler.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
         }
