@@ -75,7 +75,8 @@ def test_committed_outputs(path):
     """None in any notebook, or in all of them those of one clean run of today's code."""
     if not any(has_outputs(read(other)) for other in NOTEBOOKS):
         pytest.skip("no notebook has outputs: `make notebooks` gives them")
-    assert why_stale(read_notebook(path), PACKAGE) is None, "`make notebooks` executes it"
+    reason = why_stale(read_notebook(path), PACKAGE)
+    assert reason is None, f"{reason}: `make notebooks` executes it"
     assert unfit_outputs(read_notebook(path)) == []
 
 
