@@ -309,10 +309,10 @@ def test_this_machine_can_do_it_without_a_word():
 
 
 class FakeTensor:
-    def __init__(self, error=None, total=64):
+    def __init__(self, error=None, total=8):
         self.error, self.total = error, total
 
-    def __matmul__(self, other):
+    def __mul__(self, other):
         if self.error is not None:
             raise self.error
         return self
@@ -333,7 +333,7 @@ def gpu(monkeypatch):
     """Make torch one with a GPU of a capability, a build's kernels and an error to raise."""
     import torch
 
-    def become(capability, kernels, error=None, total=64):
+    def become(capability, kernels, error=None, total=8):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla P100")
@@ -388,7 +388,7 @@ def test_a_device_that_fails_at_the_first_operation(gpu, error, expected):
 
 def test_a_device_that_computes_wrongly(gpu):
     gpu((7, 5), CUDA_13, total=0)
-    with pytest.raises(SetupProblem, match="64 expected, got 0"):
+    with pytest.raises(SetupProblem, match="8 expected, got 0"):
         check_machine()
 
 
