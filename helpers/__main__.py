@@ -515,7 +515,11 @@ def add_predict(commands) -> None:
         "predict", help="the peak memory that a training step would take on a GPU"
     )
     add_workload(parser)
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="micro-batch (8)")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--batch-size", type=int, default=8, metavar="N", help="micro-batch (8)")
+    sizes.add_argument(
+        "--whole-batch", type=int, metavar="N", help="batch, split into micro-batches"
+    )
     parser.add_argument("--accumulate", type=int, default=1, metavar="K", help="micro-batches (1)")
     parser.add_argument("--optimizer", choices=OPTIMIZER_NAMES, default="adamw")
     parser.add_argument("--no-optimizer", action="store_true", help="forward and backward only")
@@ -542,7 +546,7 @@ def predict_command(options: argparse.Namespace) -> None:
     """Print what one training step would take."""
     from helpers.catalogue import parse_checkpoint
     from helpers.cuda import find_gpu
-    from helpers.predict import predict_workload
+    from helpers.predict import describe_pieces, predict_batch
     from helpers.train import Recipe
 
     recipe = Recipe(
@@ -557,9 +561,12 @@ def predict_command(options: argparse.Namespace) -> None:
     )
     gpu = find_gpu(options.gpu) if options.gpu else None
     workload = workload_of(options)
-    prediction = predict_workload(
+    whole_batch = options.whole_batch
+    if whole_batch is None:
+        whole_batch = options.batch_size * options.accumulate
+    prediction = predict_batch(
         workload,
-        options.batch_size,
+        whole_batch,
         recipe,
         None if options.no_optimizer else options.optimizer,
         gpu=gpu,
@@ -570,9 +577,9 @@ def predict_command(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(prediction.to_json(), indent=2))
         return
-    batch = f"batch {options.batch_size}"
+    batch = f"batch {whole_batch}"
     if options.accumulate > 1:
-        batch += f" x {options.accumulate}"
+        batch += f" in {describe_pieces(whole_batch, options.accumulate)}"
     optimizer = "no optimizer" if options.no_optimizer else options.optimizer
     print(f"{workload.title}, {batch}, {optimizer}, {recipe.name}: predicted, not measured")
     print(prediction.text())

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from helpers.allocator import Replay, replay, settled_reserved
-from helpers.catalogue import Workload, format_checkpoint
+from helpers.catalogue import Workload, find_workload, format_checkpoint
 from helpers.cuda import (
     HALF_TYPES,
     MATRIX_PRODUCTS,
@@ -62,7 +62,7 @@ from helpers.memory import (
     format_mib,
     round_up,
 )
-from helpers.models import blocks, legal_cuts
+from helpers.models import blocks, legal_cuts, segments
 from helpers.train import (
     Batch,
     LossFunction,
@@ -379,15 +379,19 @@ def ddp_buckets(model: nn.Module) -> list[int]:
     return [*buckets, size] if size else buckets
 
 
-def _two_micro_batches(batch: Batch, recipe: Recipe) -> tuple[Batch, Recipe, float]:
-    """A batch of two micro-batches that peaks like all of them, and its share of the samples."""
-    pieces = split_batch(batch, recipe.accumulate)
-    if len(pieces) <= 2:
+def _fewer_micro_batches(batch: Batch, recipe: Recipe) -> tuple[Batch, Recipe, float]:
+    """A batch of fewer micro-batches that peaks like all of them, and its share of the samples.
+
+    Two are enough, since from the second on gradients are there; a third where the last one is
+    smaller than these.
+    """
+    sizes = [batch_size(piece) for piece in split_batch(batch, recipe.accumulate)]
+    enough = sizes[:2] if sizes[-1] == sizes[min(1, len(sizes) - 1)] else [*sizes[:2], sizes[-1]]
+    if len(sizes) <= len(enough):
         return batch, recipe, 1.0
-    n_samples = batch_size(pieces[0]) + batch_size(pieces[1])
-    share = n_samples / batch_size(batch)
-    batch = tree_map_only(torch.Tensor, lambda tensor: tensor[:n_samples], batch)
-    return batch, replace(recipe, accumulate=2), share
+    n_samples = sum(enough)
+    batch_of_fewer = tree_map_only(torch.Tensor, lambda tensor: tensor[:n_samples], batch)
+    return batch_of_fewer, replace(recipe, accumulate=len(enough)), n_samples / sum(sizes)
 
 
 def _live_bytes(tracker: Tracker, start: int, live: int) -> int:
@@ -591,12 +595,31 @@ def predict_workload(
     """
     if micro_batch < 1:
         raise ValueError(f"batch size {micro_batch}: expected 1 or more")
+    batch = micro_batch * recipe.accumulate
+    return predict_batch(workload, batch, recipe, optimizer, **options)
+
+
+def predict_batch(
+    workload: Workload,
+    whole_batch: int,
+    recipe: Recipe = Recipe(),
+    optimizer: str | None = "adamw",
+    **options: Any,
+) -> Prediction:
+    """`predict_workload` for a batch that is split into `recipe.accumulate` parts as in training.
+
+    Where it cannot be divided evenly the first parts have one sample more than the others.
+    """
+    if whole_batch < recipe.accumulate:
+        raise ValueError(
+            f"a batch of {whole_batch} cannot be split into {recipe.accumulate} micro-batches"
+        )
     if optimizer is None and recipe.optimizer_in_backward:
         raise ValueError("an optimizer step in the backward pass needs an optimizer")
     try:
         return predict(
             workload.model_fn,
-            partial(workload.batch_fn, micro_batch * recipe.accumulate),
+            partial(workload.batch_fn, whole_batch),
             workload.loss_fn,
             recipe,
             optimizer and partial(make_optimizer, optimizer, lr=1e-3),
@@ -607,7 +630,8 @@ def predict_workload(
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{workload.title}: a batch of {micro_batch} does not go through the model: {reason[0]}"
+            f"{workload.title}: a batch of {-(-whole_batch // recipe.accumulate)} does not go "
+            f"through the model: {reason[0]}"
         ) from error
 
 
@@ -629,7 +653,7 @@ def _run_steps(
     share = 1.0
     to_device = lambda piece: piece  # noqa: E731
     if on_cuda:
-        batch, recipe, share = _two_micro_batches(batch, recipe)
+        batch, recipe, share = _fewer_micro_batches(batch, recipe)
         to_device = partial(tree_map_only, torch.Tensor, tracker.on_device)
         with tracker.on_host():
             _see_all(tracker, batch)
@@ -795,7 +819,8 @@ def largest_batch(
     """The largest micro-batch up to `most` that runs on `gpu`, and its prediction; (0, None): none.
 
     Found by interpolating between two predictions and confirmed by real ones: this one fits, and
-    one more sample does not.
+    one more sample does not. The allocator cuts its segments differently for each size, so a size
+    that does not fit can have larger neighbours that do: LOOK_BEYOND of them are looked at too.
     """
     known: dict[int, Prediction] = {}
 
@@ -809,14 +834,32 @@ def largest_batch(
     probes = (2, 4)
     size = 1
     if most >= probes[1]:
-        size = _largest_by_interpolation(
-            predicted(probes[0]), predicted(probes[1]), probes, gpu, most
-        )
+        for probe in probes:
+            predicted(probe)
+        size = _largest_by_interpolation(known, probes, gpu, most)
     while size > 1 and not predicted(size).fits_gpu:
         size -= 1
-    while size < most and predicted(size + 1).fits_gpu:
-        size += 1
+    larger = size + 1
+    while larger <= min(most, size + LOOK_BEYOND):
+        may_fit = larger == size + 1 or _fits_by_interpolation(known, probes, larger, gpu)
+        if may_fit and predicted(larger).fits_gpu:
+            size = larger
+        larger += 1
     return size, predicted(size)
+
+
+LOOK_BEYOND = 8  # samples
+
+
+def _fits_by_interpolation(
+    known: dict[int, Prediction], probes: tuple[int, int], size: int, gpu: Gpu
+) -> bool:
+    if not all(probe in known for probe in probes):
+        return True
+    small, large = (known[probe] for probe in probes)
+    trace = interpolated_trace(small, large, probes, size)
+    capacity = gpu.memory_mib * MIB - small.context
+    return trace is not None and replay(trace, capacity).failed_at is None
 
 
 def largest_batch_here(
@@ -858,17 +901,12 @@ def largest_batch_here(
     return replace(found, advice=plans.text(workload.title))
 
 
-def _largest_by_interpolation(small, large, sizes, gpu: Gpu, most: int) -> int:
-    capacity = gpu.memory_mib * MIB - small.context
-
-    def fits(size: int) -> bool:
-        trace = interpolated_trace(small, large, sizes, size)
-        return trace is not None and replay(trace, capacity).failed_at is None
-
+def _largest_by_interpolation(known, probes: tuple[int, int], gpu: Gpu, most: int) -> int:
     fitting, failing = 1, most + 1
     while failing - fitting > 1:
         middle = (fitting + failing) // 2
-        fitting, failing = (middle, failing) if fits(middle) else (fitting, middle)
+        fits = _fits_by_interpolation(known, probes, middle, gpu)
+        fitting, failing = (middle, failing) if fits else (fitting, middle)
     return fitting
 
 
@@ -878,12 +916,14 @@ def _largest_by_interpolation(small, large, sizes, gpu: Gpu, most: int) -> int:
 @dataclass
 class Profile:
     """What each child of a sequence costs: bytes kept for its backward pass, bytes beside what is
-    kept while that runs, bytes of its output, and seconds of its forward pass."""
+    kept while that runs, bytes of its output, and seconds of its forward pass; and whether it gives
+    the same result for the batch in chunks (no child is taken to where nothing is said)."""
 
     kept: list[int]
     beside: list[int]
     output: list[int]
     seconds: list[float]
+    in_chunks: list[bool] = field(default_factory=list)
 
 
 def profile_sequence(prediction: Prediction, n_children: int, gpu: Gpu) -> Profile:
@@ -929,37 +969,63 @@ def profile_sequence(prediction: Prediction, n_children: int, gpu: Gpu) -> Profi
     return Profile(kept, beside, output, seconds)
 
 
+CHUNKS = (2, 4, 8, 16, 32)
+
+
 def best_segments(
-    profile: Profile, cuts: list[int], budget: int
-) -> tuple[tuple[int, int], ...] | None:
+    profile: Profile, cuts: list[int], budget: int, most_chunks: int = 1
+) -> tuple[tuple[int, ...], ...] | None:
     """The segments to recompute so that the peak stays within `budget` bytes, at the least time.
 
     A dynamic programme from the first child to the last: at each legal cut it holds, for every
     amount of bytes kept so far, the least time of recomputation; what is kept so far and the
-    segment's own needs must fit. None if no choice does. `cuts` as `helpers.models.legal_cuts`.
+    segment's own needs must fit. A segment that does not fit is tried in chunks of the batch, at
+    most `most_chunks`, each recomputed by itself. None if no choice does. `cuts` as
+    `helpers.models.legal_cuts`.
     """
     bounds = [0, *cuts, len(profile.kept)]
     # position -> choices (kept, seconds, segments), none of them worse than another in both numbers
     choices: dict[int, list[tuple[int, float, tuple]]] = {bound: [] for bound in bounds}
     choices[0] = [(0, 0.0, ())]
     for number, start in enumerate(bounds[:-1]):
-        for kept, seconds, segments in _not_worse(choices[start]):
+        for kept, seconds, chosen in _not_worse(choices[start]):
             for stop in bounds[number + 1 :]:
                 inside = range(start, stop)
                 running, highest = kept, 0
                 for index in inside:
                     running += profile.kept[index]
                     highest = max(highest, running + profile.beside[index])
-                if highest > budget:
-                    break
-                if stop == bounds[number + 1]:
-                    choices[stop].append((running, seconds, segments))
                 again = seconds + sum(profile.seconds[index] for index in inside)
                 left = kept + profile.output[stop - 1]
-                if left < running:
-                    choices[stop].append((left, again, (*segments, (start, stop))))
+                if highest <= budget:
+                    if stop == bounds[number + 1]:
+                        choices[stop].append((running, seconds, chosen))
+                    if left < running:
+                        choices[stop].append((left, again, (*chosen, (start, stop))))
+                    continue
+                chunks = _fewest_chunks(profile, inside, budget - kept, most_chunks)
+                if chunks is not None:
+                    launches = chunks * len(inside) * LAUNCH_SECONDS
+                    chunked = (*chosen, (start, stop, chunks))
+                    choices[stop].append((left, again + launches, chunked))
     ends = _not_worse(choices[bounds[-1]])
     return min(ends, key=lambda choice: choice[1])[2] if ends else None
+
+
+def _fewest_chunks(profile: Profile, inside: range, room: int, most: int) -> int | None:
+    """The fewest chunks in which a segment needs no more than `room` bytes, None if there are none.
+
+    Beside one chunk there are the segment's whole output and its gradient, and the gradient of the
+    whole input, once in chunks and once put together.
+    """
+    if not all(index < len(profile.in_chunks) and profile.in_chunks[index] for index in inside):
+        return None
+    ends = 2 * profile.output[inside[-1]]
+    ends += 2 * profile.output[inside[0] - 1] if inside[0] else 0
+    one = sum(profile.kept[index] for index in inside)
+    one += max(profile.beside[index] for index in inside)
+    fitting = (chunks for chunks in CHUNKS if chunks <= most and ends + one // chunks <= room)
+    return next(fitting, None)
 
 
 def _not_worse(choices: list[tuple[int, float, tuple]]) -> list[tuple[int, float, tuple]]:
@@ -978,10 +1044,10 @@ def _not_worse(choices: list[tuple[int, float, tuple]]) -> list[tuple[int, float
 class Plan:
     """A recipe that runs on the card.
 
-    relative_time: its estimated time over that of the plain step.
-    micro_batch times `recipe.accumulate` is the batch, or a little more where it cannot be divided
-    evenly. changes: what differs from plain training beside time and memory. command: prints the
-    same prediction again.
+    relative_time: its estimated time over that of the plain step. micro_batch: the largest of the
+    `recipe.accumulate` parts of the batch; the others have one sample less where it cannot be
+    divided evenly. changes: what differs from plain training beside time and memory. command:
+    prints the same prediction again.
     """
 
     recipe: Recipe
@@ -1055,7 +1121,9 @@ def plan(
     """Recipes that train `workload` with batches of `batch_size` on a card, the fastest first.
 
     budget: a `Gpu`, or its name or size as text ("T4", "11 GiB"). A named `optimizer` is kept (its
-    kernel may change); without one it is AdamW, where that cannot fit Adafactor, at last SGD.
+    kernel may change); without one it is AdamW, where that cannot fit Adafactor, at last SGD. Only
+    where nothing else fits, the word embeddings of a language model stay as they are, and the
+    recipe's `changes` begin with that.
     Precision, micro-batches and what is recomputed are chosen; a model that is one `nn.Sequential`
     gets the segments that cost least. "Fits" means that the requests for memory, played to torch's
     allocator on that card, succeed. Times are estimates that rank, see `Prediction.step_seconds`.
@@ -1069,144 +1137,212 @@ def plan(
         )
     search = PlanSearch(workload, batch_size, gpu)
     names = (KERNELS.get(optimizer, optimizer),) if optimizer else CHOICE_OF_OPTIMIZERS
-    for name in names:
-        for amp in ("off", "bf16" if gpu.flash else "fp16"):
-            search.try_recipes(name, Recipe(amp=amp))
-        if search.found or search.found_expandable:
-            break
-    return search.result(optimizer, most)
+    plans = search.search(names, optimizer)
+    if not plans and search.embeddings is not None:
+        frozen = PlanSearch(_with_frozen(workload, search.embeddings), batch_size, gpu, search)
+        plans = frozen.search(names, optimizer)
+    return Plans(tuple(plans[:most]), None if plans else search.floor(), gpu)
+
+
+def _with_frozen(workload: Workload, name: str) -> Workload:
+    options = {key[2:].replace("-", "_"): value for key, value in workload.options.items()}
+    return find_workload(workload.name, **(options | {"freeze": name}))
+
+
+def _touch_weights(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Stands in for a loss: every weight gets a gradient, and nothing else takes memory."""
+    return sum(p.sum() for p in model.parameters() if p.requires_grad)
+
+
+LARGE_SHARE = 0.2  # of the parameters, from which on embeddings are worth freezing
 
 
 class PlanSearch:
-    """Tries recipes for one workload on one card, and remembers every prediction it made."""
+    """Tries recipes for one workload on one card, and remembers every prediction it made.
 
-    def __init__(self, workload: Workload, batch_size: int, gpu: Gpu):
+    An optimizer takes the same memory with every micro-batch, precision and recomputation. So its
+    needs are found first, without the model's arithmetic, and where they are too much already
+    nothing else is tried with it. whole: the search that trains everything, if this one freezes.
+    """
+
+    def __init__(
+        self, workload: Workload, batch_size: int, gpu: Gpu, whole: PlanSearch | None = None
+    ):
         self.workload = workload
         self.batch_size = batch_size
         self.gpu = gpu
+        self.whole = whole
+        self.capacity = (gpu.memory_mib - gpu.context_mib) * MIB  # left for torch's allocator
         self.found: dict[tuple[str, Recipe], Prediction] = {}
         self.found_expandable: dict[tuple[str, Recipe], Prediction] = {}
         self.leanest: tuple[Prediction, str, Recipe] | None = None
-        self._known: dict[tuple[str, Recipe, int], Prediction] = {}
+        self._known: dict[tuple[str, Recipe], Prediction] = {}
+        self._needs: dict[tuple[str, bool], Prediction] = {}
+        # Bytes beside weights and optimizer state at the peak of the batch in one pass
+        self._beyond: dict[tuple, int] = {}
         with FakeTensorMode() as fake_mode, _process_left_as_it_was():
             model = _build_model(workload.model_fn, fake_mode)
         self.is_sequence = type(model) is nn.Sequential
         self.cuts = legal_cuts(model) if self.is_sequence else []
-        self.n_children = len(model) if self.is_sequence else 0
+        self.in_chunks = [_chunks_change_nothing(child) for child in model.children()]
         self.has_batch_norm = any(
             isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
         )
         self.has_blocks = not self.is_sequence and bool(blocks(model))
+        self.embeddings = _large_embeddings(model) if workload.name and whole is None else None
 
-    def predicted(self, optimizer: str, recipe: Recipe, micro_batch: int) -> Prediction:
-        key = (optimizer, recipe, micro_batch)
+    def search(self, names: tuple[str, ...], wanted: str | None) -> list[Plan]:
+        """Plans with the first of the optimizers that has any, the fastest first."""
+        if self.whole is None and not self._note(names[0], Recipe()):
+            needs = self.needs(names[0], Recipe()).split
+            peaks = self.predicted(names[0], Recipe()).phase_peaks
+            held = needs["parameters"] + needs["optimizer"]
+            self._beyond["off", None] = max(peaks[phase] for phase in PHASES[:-1]) - held
+        for name in names:
+            for amp in ("off", "bf16" if self.gpu.flash else "fp16"):
+                self.try_recipes(name, Recipe(amp=amp))
+            if self.found or self.found_expandable:
+                return self._plans(wanted)
+        return []
+
+    def predicted(self, optimizer: str, recipe: Recipe) -> Prediction:
+        key = (optimizer, recipe)
         if key not in self._known:
-            prediction = predict_workload(
-                self.workload, micro_batch, recipe, optimizer, gpu=self.gpu
+            self._known[key] = predict_batch(
+                self.workload, self.batch_size, recipe, optimizer, gpu=self.gpu
             )
-            self._known[key] = prediction
-            if self.leanest is None or prediction.peak_allocated < self.leanest[0].peak_allocated:
-                self.leanest = prediction, optimizer, recipe
+            self._remember_leanest(self._known[key], optimizer, recipe)
         return self._known[key]
 
+    def _remember_leanest(self, prediction: Prediction, optimizer: str, recipe: Recipe) -> None:
+        if self.leanest is None or prediction.peak_allocated < self.leanest[0].peak_allocated:
+            self.leanest = prediction, optimizer, recipe
+
+    def needs(self, optimizer: str, recipe: Recipe) -> Prediction:
+        """The least that any step with this optimizer takes, whatever is computed in it."""
+        early = recipe.optimizer_in_backward
+        if (optimizer, early) not in self._needs:
+            bare = replace(self.workload, loss_fn=_touch_weights)
+            self._needs[optimizer, early] = predict_batch(
+                bare, 1, Recipe(optimizer_in_backward=early), optimizer, gpu=self.gpu
+            )
+        return self._needs[optimizer, early]
+
+    def _may_fit(self, optimizer: str, recipe: Recipe) -> bool:
+        needs = self.needs(optimizer, recipe)
+        if needs.peak_allocated <= self.capacity:
+            return True
+        if not self._known:
+            self._remember_leanest(needs, optimizer, recipe)
+        return False
+
     def try_recipes(self, optimizer: str, plain: Recipe) -> None:
-        """Without recomputation, then with as much as it takes to need fewer micro-batches."""
-        one_pass = self.predicted(optimizer, plain, self.batch_size)
-        # The update needs the same memory with every micro-batch and every recomputation.
-        if one_pass.phase_peaks["optimizer"] <= self._capacity(one_pass):
-            pieces = self._fewest_pieces(optimizer, plain)
+        """From the fastest on: in pieces, with parts recomputed, with the update in backward."""
+        layers = replace(plain, checkpoint="layers")
+        pieces = None
+        if self._may_fit(optimizer, plain):
+            pieces = self._try_pieces(optimizer, plain)
             if pieces == 1:
                 return
             if self.is_sequence:
                 for fewer in (1, 2, 4, 8):
                     if pieces is None or fewer < pieces:
                         self._try_segments(optimizer, replace(plain, accumulate=fewer))
-            elif self.has_blocks:
-                self._fewest_pieces(optimizer, replace(plain, checkpoint="layers"))
-        if plain.amp != "fp16":
-            for how in ("layers", None) if self.has_blocks else (None,):
-                recipe = replace(plain, checkpoint=how, optimizer_in_backward=True)
-                if not self._note(optimizer, recipe, self.batch_size):
-                    break
+            elif self.has_blocks and self._note(optimizer, layers):
+                return
+        if plain.amp != "fp16" and self._try_in_backward(optimizer, plain):
+            return
+        if pieces is None and self.has_blocks and self._may_fit(optimizer, plain):
+            self._try_pieces(optimizer, layers)
 
-    def _note(self, optimizer: str, recipe: Recipe, micro_batch: int) -> bool:
+    def _try_in_backward(self, optimizer: str, plain: Recipe) -> bool:
+        early = replace(plain, optimizer_in_backward=True)
+        if not self._may_fit(optimizer, early):
+            return False
+        if self.has_blocks and not self._note(optimizer, replace(early, checkpoint="layers")):
+            return False
+        states = self.needs(optimizer, plain).split
+        beyond = self._beyond.get((plain.amp, plain.checkpoint), 0)
+        # It saves the gradients at most.
+        least = states["parameters"] + states["optimizer"] + beyond - states["gradients"]
+        return (least <= self.capacity and self._note(optimizer, early)) or self.has_blocks
+
+    def _note(self, optimizer: str, recipe: Recipe) -> bool:
         """Predict, and keep the recipe if it fits, or would with expandable segments."""
-        prediction = self.predicted(optimizer, recipe, micro_batch)
+        prediction = self.predicted(optimizer, recipe)
         if prediction.fits_gpu:
             self.found[optimizer, recipe] = prediction
             return True
-        expanded = prediction.replay(self._capacity(prediction), expandable_segments=True)
+        expanded = prediction.replay(self.capacity, expandable_segments=True)
         if expanded.failed_at is None:
             self.found_expandable[optimizer, recipe] = replace(
                 prediction, peak_reserved=expanded.peak_reserved, fits_gpu=True
             )
         return False
 
-    def micro_batch(self, pieces: int) -> int:
-        return -(-self.batch_size // pieces)
+    def _try_pieces(self, optimizer: str, recipe: Recipe) -> int | None:
+        """The number of micro-batches with which `recipe` fits, None if there is none.
 
-    def _fewest_pieces(self, optimizer: str, recipe: Recipe) -> int | None:
-        """The smallest number of micro-batches with which `recipe` fits, None if none does."""
-        if self._note(optimizer, recipe, self.batch_size):
-            return 1
-        candidates: dict[int, int] = {}  # micro-batch: the fewest pieces that give it
-        for pieces in range(2, self.batch_size + 1):
-            candidates.setdefault(self.micro_batch(pieces), pieces)
-        probes = (2, 4)
-        small = large = None
-        if len(candidates) > len(probes):
-            two = replace(recipe, accumulate=2)
-            small, large = (self.predicted(optimizer, two, size) for size in probes)
-        for micro_batch, pieces in candidates.items():
-            trace = small and interpolated_trace(small, large, probes, micro_batch)
-            if trace and replay(trace, self._capacity(small)).failed_at is not None:
-                continue
-            if self._note(optimizer, replace(recipe, accumulate=pieces), micro_batch):
+        Only numbers that `piece_counts` names, from the first that a straight line from nothing to
+        the whole batch lets hope for. A few more pieces than necessary cost next to no time.
+        """
+        states = self.needs(optimizer, recipe).split
+        held = states["parameters"] + states["optimizer"]
+        kind = recipe.amp, recipe.checkpoint
+        if held + self._beyond.get(kind, 0) <= self.capacity:
+            if self._note(optimizer, recipe):
+                return 1
+            peaks = self.predicted(optimizer, recipe).phase_peaks
+            self._beyond[kind] = max(peaks[phase] for phase in PHASES[:-1]) - held
+        room = self.capacity - held - states["gradients"]
+        counts = piece_counts(self.batch_size)
+        hopeful = [pieces for pieces in counts if self._beyond[kind] / pieces <= room]
+        for pieces in hopeful or counts[-1:]:
+            if self._note(optimizer, replace(recipe, accumulate=pieces)):
                 return pieces
         return None
 
-    def _capacity(self, prediction: Prediction) -> int:
-        """Bytes of the card that are left for torch's allocator."""
-        return self.gpu.memory_mib * MIB - prediction.context
-
     def _try_segments(self, optimizer: str, recipe: Recipe) -> None:
-        micro_batch = self.micro_batch(recipe.accumulate)
-        profile = profile_sequence(
-            self.predicted(optimizer, recipe, micro_batch), self.n_children, self.gpu
-        )
-        budget = (self.gpu.memory_mib - self.gpu.context_mib) * MIB
-        for _ in range(8):
-            segments = best_segments(profile, self.cuts, budget)
-            if segments is None:
-                return
-            if self._note(optimizer, replace(recipe, checkpoint=segments or None), micro_batch):
-                return
-            # The allocator cannot use all of the card, and the profile does not see everything.
-            budget = int(budget * 0.95)
+        """What costs least to recompute so that `recipe` fits; without chunks where that is enough.
 
-    def result(self, wanted: str | None, most: int) -> Plans:
-        """The best recipes found, or the floor."""
+        The allocator cannot use all of the card, and the profile does not see everything, so the
+        budget shrinks until the prediction fits.
+        """
+        profile = profile_sequence(self.predicted(optimizer, recipe), len(self.in_chunks), self.gpu)
+        profile = replace(profile, in_chunks=self.in_chunks)
+        micro_batch = -(-self.batch_size // recipe.accumulate)
+        tried = set()
+        for most_chunks in (1, micro_batch):
+            for shrunk in range(8):
+                budget = int(self.capacity * 0.95**shrunk)
+                ranges = best_segments(profile, self.cuts, budget, most_chunks)
+                if ranges is None:
+                    break
+                if ranges not in tried:
+                    tried.add(ranges)
+                    if self._note(optimizer, replace(recipe, checkpoint=ranges or None)):
+                        return
+
+    def _plans(self, wanted: str | None) -> list[Plan]:
         without = {(name, recipe.amp) for name, recipe in self.found}
         expandable = {
             (name, recipe): prediction
             for (name, recipe), prediction in self.found_expandable.items()
             if (name, recipe.amp) not in without
         }
-        if not self.found and not expandable:
-            return Plans((), self._floor(), self.gpu)
         optimizer = KERNELS.get(wanted, wanted) if wanted else CHOICE_OF_OPTIMIZERS[0]
-        plain = self.predicted(optimizer, Recipe(), self.batch_size).step_seconds(self.gpu)
+        plain = (self.whole or self).predicted(optimizer, Recipe()).step_seconds(self.gpu)
         plans = [
             Plan(
                 recipe,
                 name,
-                self.micro_batch(recipe.accumulate),
+                -(-self.batch_size // recipe.accumulate),
                 prediction,
                 prediction.step_seconds(self.gpu) / plain,
                 self._changes(wanted, name, recipe, prediction, (name, recipe) in expandable),
                 predict_command_line(
                     self.workload,
-                    self.micro_batch(recipe.accumulate),
+                    self.batch_size,
                     recipe,
                     name,
                     self.gpu,
@@ -1215,8 +1351,7 @@ class PlanSearch:
             )
             for (name, recipe), prediction in (self.found | expandable).items()
         ]
-        plans.sort(key=lambda plan: plan.relative_time)
-        return Plans(tuple(plans[:most]), None, self.gpu)
+        return sorted(plans, key=lambda plan: plan.relative_time)
 
     def _changes(
         self,
@@ -1227,6 +1362,8 @@ class PlanSearch:
         expandable: bool,
     ) -> tuple[str, ...]:
         changes = []
+        if self.whole is not None:
+            changes.append(f"{self.whole.embeddings} is not trained: another result")
         if wanted is None and name != CHOICE_OF_OPTIMIZERS[0]:
             changes.append(f"another optimizer than AdamW: {name}")
         elif wanted is not None and name != wanted:
@@ -1235,16 +1372,21 @@ class PlanSearch:
             changes.append(f"{recipe.amp} autocast: most arithmetic in half precision")
         if recipe.accumulate > 1 and self.has_batch_norm:
             changes.append("BatchNorm sees micro-batches, not the batch")
+        if self.batch_size % recipe.accumulate:
+            pieces = describe_pieces(self.batch_size, recipe.accumulate)
+            changes.append(f"the batch of {self.batch_size} in {pieces}: each weighs by its size")
         if recipe.checkpoint is not None:
             share = prediction.recompute_flops / max(1.0, prediction.flops)
             changes.append(f"{share:.0%} of the arithmetic is recomputation: same result")
+        if isinstance(recipe.checkpoint, tuple) and any(len(r) > 2 for r in recipe.checkpoint):
+            changes.append("parts run in chunks of the batch: same result, sums in another order")
         if recipe.optimizer_in_backward:
             changes.append("the update runs in the backward pass: no clipping, no accumulation")
         if expandable:
             changes.append("needs PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, on Linux")
         return tuple(changes)
 
-    def _floor(self) -> str:
+    def floor(self) -> str:
         """What the leanest recipe that was tried still needs, and what would lower it."""
         prediction, optimizer, recipe = self.leanest
         usable = self.gpu.memory_mib * MIB - prediction.context
@@ -1276,18 +1418,61 @@ class PlanSearch:
         )
 
 
+def piece_counts(batch: int) -> list[int]:
+    """Numbers of micro-batches worth trying: divisors of the batch, or doubled where they gape."""
+    divisors = [n for n in range(2, batch + 1) if batch % n == 0]
+    counts = [1]
+    while counts[-1] < batch:
+        following = next(n for n in divisors if n > counts[-1])
+        counts.append(following if following <= 2.5 * counts[-1] else 2 * counts[-1])
+    return counts[1:]
+
+
+def _chunks_change_nothing(child: nn.Module) -> bool:
+    """Whether a child of a sequence may run in chunks of the batch, as `segments` sees it."""
+    try:
+        segments(nn.Sequential(child), [(0, 1, 2)])
+    except ValueError:
+        return False
+    return True
+
+
+def _large_embeddings(model: nn.Module) -> str | None:
+    """The name of a trained embedding that is a large share of all parameters, or None."""
+    total = sum(p.numel() for p in model.parameters())
+    names = [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and module.weight.requires_grad
+        and module.weight.numel() >= LARGE_SHARE * total
+    ]
+    return names[0] if names else None
+
+
+def describe_pieces(batch: int, pieces: int) -> str:
+    """How a batch is split, such as "2 micro-batches of 7 and 3 of 6"."""
+    size, larger = divmod(batch, pieces)
+    if not larger:
+        return f"{pieces} micro-batches of {size}"
+    unit = "micro-batch" if larger == 1 else "micro-batches"
+    return f"{larger} {unit} of {size + 1} and {pieces - larger} of {size}"
+
+
 def predict_command_line(
     workload: Workload,
-    micro_batch: int,
+    batch: int,
     recipe: Recipe,
     optimizer: str,
     gpu: Gpu | None = None,
     expandable_segments: bool = False,
 ) -> str:
-    """The command that predicts a recipe for a model of the catalogue."""
+    """The command that predicts a recipe for a model of the catalogue, for a whole batch."""
+    even = batch % recipe.accumulate == 0
     options = {
         **workload.options,
-        "--batch-size": micro_batch,
+        "--batch-size": batch // recipe.accumulate if even else None,
+        "--whole-batch": None if even else batch,
         "--accumulate": recipe.accumulate if recipe.accumulate > 1 else None,
         "--optimizer": optimizer,
         "--amp": None if recipe.amp == "off" else recipe.amp,

@@ -29,9 +29,12 @@ from helpers.predict import (
     Profile,
     best_segments,
     ddp_buckets,
+    describe_pieces,
     largest_batch,
+    piece_counts,
     plan,
     predict,
+    predict_batch,
     predict_workload,
 )
 from helpers.train import (
@@ -720,9 +723,9 @@ def test_a_transformer_is_planned_by_layers(tiny_text_model):
 
 
 def test_the_floor_is_named(tiny_text_model):
-    plans = plan(tiny_text_model, 4, "600 MiB", "adamw")
+    plans = plan(tiny_text_model, 4, "525 MiB", "adamw")
     assert plans.plans == ()
-    assert "nothing fits 600 MiB" in plans.floor
+    assert "nothing fits 525 MiB" in plans.floor
     assert "state of adamw-fused" in plans.floor and "adafactor" in plans.floor
     assert plans.to_json() == {"plans": [], "floor": plans.floor}
     with pytest.raises(ValueError, match="no more than the CUDA context"):
@@ -779,3 +782,130 @@ def test_models_whose_library_was_loaded_before_are_built_too():
 
     workload = find_workload("vit-base-patch16-224")
     assert predict_workload(workload, 1, Recipe(), "sgd").peak_allocated > 0
+
+
+# --- Large models, small cards -------------------------------------------------------------
+
+
+def predict_command_json(capsys, command):
+    capsys.readouterr()
+    assert main([*shlex.split(command)[3:], "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+XLMR_LARGE = (
+    "python -m helpers predict xlm-roberta-large --num-labels 1 --seq-len 192 --batch-size 32 "
+    "--optimizer adafactor --optimizer-in-backward --checkpoint layers"
+)
+
+
+@pytest.mark.parametrize(
+    "options, most_reserved", [("", 5400), (" --freeze '*word_embeddings*'", 3450)]
+)
+def test_xlm_roberta_large_is_fine_tuned_in_little(capsys, options, most_reserved):
+    printed = predict_command_json(capsys, XLMR_LARGE + options)
+    assert printed["peak_reserved_mib"] <= most_reserved
+    assert printed["parameters_mib"] == pytest.approx(559_891_457 * 4 / MIB, abs=1)
+
+
+def test_the_gradient_of_large_embeddings_takes_temporaries(monkeypatch):
+    """32 texts of 192 tokens are more than CUDA's kernel handles without them."""
+    workload = find_workload("xlm-roberta-base", num_labels=1, seq_len=192)
+    run = partial(predict_workload, workload, 32, Recipe(checkpoint="layers"), None)
+    blocks_with = len(run().trace)
+    monkeypatch.setattr("helpers.predict.embedding_temporaries", lambda *args: [])
+    assert blocks_with > len(run().trace)
+
+
+VGG16_176 = "python -m helpers predict vgg16 --num-labels 1000 --optimizer sgd"
+FORWARD_FLOPS = 16.31e12 / 3  # of 176 images; the backward pass is twice as much
+
+
+@pytest.mark.parametrize(
+    "options, most_allocated, most_recomputed",
+    [
+        ("--batch-size 16 --accumulate 11", 2650, 0.0),
+        ("--batch-size 16 --accumulate 11 --checkpoint 2-5,9-10,16-17,23-24,30-31", 2250, 0.12),
+        ("--batch-size 176 --checkpoint 0-5x11,5-10x11,10-17x4", 3500, 1.0),
+    ],
+)
+def test_vgg16_with_a_batch_of_176(capsys, options, most_allocated, most_recomputed):
+    """Exact: in float32, without BatchNorm, and dropout in no chunk."""
+    printed = predict_command_json(capsys, f"{VGG16_176} {options}")
+    assert printed["peak_allocated_mib"] <= most_allocated
+    assert printed["recompute_flops"] <= most_recomputed * FORWARD_FLOPS
+    plain = printed["flops"] - printed["recompute_flops"]
+    assert plain == pytest.approx(3 * FORWARD_FLOPS, rel=0.01)
+
+
+# --- Pieces and chunks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 31, 32, 176])
+def test_piece_counts_end_with_single_samples_and_prefer_even_ones(batch):
+    counts = piece_counts(batch)
+    assert counts == sorted(set(counts)) and all(2 <= n <= batch for n in counts)
+    assert batch == 1 or counts[-1] == batch
+    assert all(b <= 2.5 * a for a, b in zip([1, *counts], counts, strict=False))
+    if batch in (2, 32, 176):
+        assert all(batch % n == 0 for n in counts)
+
+
+@pytest.mark.parametrize("batch, pieces", [(10, 3), (11, 3), (9, 2), (12, 5)])
+def test_uneven_pieces_are_predicted_as_they_are_trained(batch, pieces):
+    sizes = [len(piece) for piece in torch.zeros(batch).tensor_split(pieces)]
+    workload = find_workload("resnet18", image_size=64)
+    uneven = predict_batch(workload, batch, Recipe(accumulate=pieces), "sgd")
+    even = predict_workload(workload, sizes[0], Recipe(accumulate=pieces), "sgd")
+    assert uneven.peak_allocated <= even.peak_allocated
+    plain = predict_batch(workload, batch, Recipe(), "sgd")
+    assert uneven.flops == pytest.approx(plain.flops, rel=1e-6)  # the whole batch, no more
+    described = describe_pieces(batch, pieces)
+    assert str(sizes[0]) in described and str(sizes[-1]) in described
+    with pytest.raises(ValueError, match="a batch of 2 cannot be split into 3"):
+        predict_batch(workload, 2, Recipe(accumulate=3), "sgd")
+
+
+def test_a_batch_that_cannot_be_divided_is_never_more_or_less(capsys):
+    workload = find_workload("vgg16", num_labels=2, image_size=64)
+    plain = predict_workload(workload, 31, Recipe(), "sgd")
+    least = predict_batch(workload, 31, Recipe(accumulate=2), "sgd").peak_allocated
+    card = Gpu("small", 500 + (plain.peak_allocated + least) // 2 // MIB)
+    plans = plan(workload, 31, card, "sgd", most=20).plans
+    uneven = [p for p in plans if p.recipe.accumulate == 2 and p.recipe.checkpoint is None]
+    assert uneven
+    for a_plan in uneven:
+        assert "--whole-batch 31" in a_plan.command
+        assert any("1 micro-batch of 16 and 1 of 15" in change for change in a_plan.changes)
+        assert a_plan.prediction.flops == pytest.approx(plain.flops, rel=1e-6)
+
+
+def test_chunks_are_planned_where_segments_are_not_enough():
+    """Block 1 alone is more than the card has."""
+    workload = find_workload("vgg16", num_labels=2, image_size=64)
+    recipe = Recipe(checkpoint="layers")
+    whole_layers = predict_workload(workload, 512, recipe, "sgd").peak_allocated
+    usable = int(whole_layers / MIB * 0.9)
+    plans = plan(workload, 512, Gpu("small", 500 + usable), "sgd", most=50).plans
+    in_chunks = [
+        p
+        for p in plans
+        if p.recipe.accumulate == 1 and any(len(r) > 2 for r in p.recipe.checkpoint or ())
+    ]
+    assert in_chunks
+    for a_plan in in_chunks:
+        assert a_plan.prediction.fits_gpu
+        assert any("in chunks" in change for change in a_plan.changes)
+
+
+def test_embeddings_are_frozen_only_where_nothing_else_fits(tiny_text_model):
+    leanest = predict_workload(
+        tiny_text_model, 2, Recipe(optimizer_in_backward=True, checkpoint="layers"), "sgd"
+    )
+    card = Gpu("small", 500 + leanest.peak_allocated // MIB - 10)
+    plans = plan(tiny_text_model, 2, card).plans
+    assert plans
+    for a_plan in plans:
+        assert a_plan.changes[0].startswith("bert.embeddings.word_embeddings.weight is not trained")
+        assert "--freeze bert.embeddings.word_embeddings.weight" in a_plan.command
+    assert plan(tiny_text_model, 2, "1 GiB").plans[0].changes[:1] != plans[0].changes[:1]
