@@ -473,7 +473,8 @@ def report_command(options: argparse.Namespace) -> None:
 # helpers.predict and helpers.catalogue are imported in the commands: with torch they take seconds.
 
 OPTIMIZER_NAMES = (
-    "sgd", "momentum", "adam", "adamw", "adamw-fused", "adamw-forloop", "adafactor"
+    "sgd", "momentum", "adam", "adamw", "adamw-fused", "adamw-forloop", "adafactor",
+    "adamw-8bit",
 )  # fmt: skip
 
 

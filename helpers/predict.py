@@ -463,6 +463,13 @@ class Prediction:
         """Live bytes after every allocation and free, from the empty device on."""
         return self.tracker.timeline()
 
+    @cached_property
+    def expandable_reserved(self) -> int | None:
+        """Peak reserved bytes on an endless card with expandable segments; None for a CPU."""
+        if self.peak_reserved is None:
+            return None
+        return settled_reserved(self.trace, _last_step(self.tracker), expandable_segments=True)
+
     def replay(self, capacity: int | None = None, expandable_segments: bool = False) -> Replay:
         """Play the requests to an allocator on a card with `capacity` bytes left for torch."""
         return replay(self.trace, capacity, expandable_segments)
@@ -483,7 +490,8 @@ class Prediction:
             f"peak allocated   {format_mib(self.peak_allocated)}",
             f"  of which       {split}",
             f"  in the         {place}" + (f", {self.peak_module}" if self.peak_module else ""),
-            f"peak reserved    {format_mib(self.peak_reserved)}",
+            f"peak reserved    {format_mib(self.peak_reserved)}"
+            f" (with expandable_segments:True {format_mib(self.expandable_reserved)})",
             f"device used      {format_mib(self.device_used)}"
             f" (reserved and a CUDA context of {format_mib(self.context)}, which is an assumption)",
             f"arithmetic       {self.flops / 1e12:,.2f} TFLOP a step"
@@ -504,6 +512,7 @@ class Prediction:
         return {
             "peak_allocated_mib": mib(self.peak_allocated),
             "peak_reserved_mib": mib(self.peak_reserved),
+            "expandable_reserved_mib": mib(self.expandable_reserved),
             "device_used_mib": mib(self.device_used),
             "context_mib": mib(self.context),
             "fits_gpu": self.fits_gpu,
@@ -1275,8 +1284,11 @@ class PlanSearch:
             return True
         expanded = prediction.replay(self.capacity, expandable_segments=True)
         if expanded.failed_at is None:
+            reserved = settled_reserved(
+                prediction.trace, _last_step(prediction.tracker), self.capacity, True
+            )
             self.found_expandable[optimizer, recipe] = replace(
-                prediction, peak_reserved=expanded.peak_reserved, fits_gpu=True
+                prediction, peak_reserved=reserved, fits_gpu=True
             )
         return False
 
@@ -1368,6 +1380,8 @@ class PlanSearch:
             changes.append(f"another optimizer than AdamW: {name}")
         elif wanted is not None and name != wanted:
             changes.append(f"the kernel of {wanted} is {name}: same arithmetic")
+        if name == "adamw-8bit":
+            changes.append("needs bitsandbytes: the optimizer's state in 8 bits, another result")
         if recipe.amp != "off":
             changes.append(f"{recipe.amp} autocast: most arithmetic in half precision")
         if recipe.accumulate > 1 and self.has_batch_norm:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError
 from tqdm.auto import tqdm
@@ -197,6 +198,65 @@ def choose_amp(device: torch.device) -> str:
 
 # --- Optimizers ----------------------------------------------------------------------------
 
+
+class AdamW8bitStates(torch.optim.Optimizer):
+    """Stands in for bitsandbytes' AdamW8bit on fake tensors: the same tensors, no arithmetic.
+
+    Both moments take a byte for each weight, with a float32 scale for every block of 256 and two
+    maps of 256 values that all share; tensors of fewer than 4,096 weights keep float32 moments.
+    The kernel works in place, without temporaries. Method: Dettmers et al. (2022),
+    arXiv:2110.02861; sizes as in bitsandbytes/optim/optimizer.py (block-wise, as by default).
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.maps: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """Make the state of each parameter that has a gradient, as the first real step would."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter].update(self._new_state(parameter))
+
+    def _new_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        if parameter.numel() < 4096:
+            like = partial(torch.zeros_like, parameter, dtype=torch.float32)
+            return {"moment 1": like(), "moment 2": like()}
+        if not self.maps:
+            self.maps = [torch.zeros(256), torch.zeros(256)]
+        like = partial(torch.zeros_like, parameter, dtype=torch.uint8)
+        state = {"moment 1": like(), "map 1": self.maps[0], "moment 2": like()}
+        state["map 2"] = self.maps[1]
+        blocks = -(-parameter.numel() // 256)
+        return state | {"scales 1": torch.zeros(blocks), "scales 2": torch.zeros(blocks)}
+
+
+def adamw_8bit(params: Iterable[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW8bit, an optional package; for a prediction what stands in for it.
+
+    Raises ValueError without a CUDA GPU or without the package.
+    """
+    params = list(params)
+    if any(isinstance(parameter, FakeTensor) for parameter in params):
+        return AdamW8bitStates(params, lr)
+    where = {parameter.device.type for parameter in params}
+    if where != {"cuda"}:
+        raise ValueError(
+            f"optimizer='adamw-8bit' runs on CUDA GPUs only, and the model is on {sorted(where)}: "
+            "take 'adafactor' for little state on any device; a prediction needs no GPU"
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise ValueError(
+            f"optimizer='adamw-8bit' needs the package bitsandbytes ({error}): "
+            "`pip install bitsandbytes`, or take another optimizer"
+        ) from None
+    return AdamW8bit(params, lr=lr, **options)
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
@@ -205,6 +265,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw-fused": partial(torch.optim.AdamW, fused=True),
     "adamw-forloop": partial(torch.optim.AdamW, foreach=False),
     "adafactor": torch.optim.Adafactor,
+    "adamw-8bit": adamw_8bit,  # on a GPU with bitsandbytes, or predicted
 }
 
 

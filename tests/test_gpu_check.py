@@ -53,7 +53,9 @@ def small_check(loss=small_loss, **options):
 
 def test_the_grid_covers_what_it_promises():
     checks = gpu_check.grid()
-    assert {check.optimizer for check in checks.values()} == set(OPTIMIZERS)
+    assert {check.optimizer for check in checks.values()} == {*OPTIMIZERS} - {
+        "adamw-8bit"
+    }  # optional
     for size in ("base", "large"):
         recipes = [c.recipe for name, c in checks.items() if name.startswith(f"xlm-r {size}")]
         assert any(recipe.amp == "fp16" for recipe in recipes)

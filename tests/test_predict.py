@@ -305,6 +305,22 @@ def test_what_optimizers_take(optimizer, states, temporaries):
     )
 
 
+def test_8_bit_adam_takes_what_bitsandbytes_takes():
+    """Two bytes a weight, a float32 scale for each moment of 256 weights, two maps for all."""
+    prediction = predict_square(optimizer="adamw-8bit")
+    scales = round_up(4 * -(-1_000_000 // 256))
+    assert prediction.split["optimizer"] == 4 * 2 * (round_up(1_000_000) + scales) + 2 * 1024
+    assert prediction.phase_peaks["optimizer"] <= (8 + 2.1) * MATRIX + 2 * 8_519_680
+    small = predict_square(optimizer="adamw-8bit", n=60)  # 3,600 weights: float32
+    assert small.split["optimizer"] == 4 * 2 * round_up(4 * 3600)
+
+
+def test_8_bit_adam_in_the_backward_pass_holds_one_gradient():
+    usual = predict_square(optimizer="adamw-8bit", layers=8)
+    early = predict_square(Recipe(optimizer_in_backward=True), "adamw-8bit", layers=8)
+    assert usual.peak_allocated - early.peak_allocated > 5 * MATRIX
+
+
 def test_without_an_optimizer():
     prediction = predict_square(optimizer=None)
     assert prediction.split["optimizer"] == 0
@@ -441,7 +457,10 @@ def test_a_full_card_reserves_less_than_an_endless_one():
     assert not small.fits_gpu and small.peak_reserved == endless.peak_reserved
     assert endless.fits(7 * 1024 * MIB) and not endless.fits(6 * 1024 * MIB)
     assert run(context=123 * MIB).device_used == endless.peak_reserved + 123 * MIB
-    assert run(expandable_segments=True).peak_reserved < endless.peak_reserved
+    expandable = run(expandable_segments=True)
+    assert expandable.peak_reserved < endless.peak_reserved
+    assert endless.expandable_reserved == expandable.peak_reserved
+    assert endless.to_json()["expandable_reserved_mib"] == round(expandable.peak_reserved / MIB, 2)
 
 
 # --- What a prediction leaves behind -------------------------------------------------------

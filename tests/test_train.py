@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import sys
 from collections import namedtuple
 from functools import partial
 
@@ -361,7 +362,7 @@ def train_some_steps(recipe, optimizer_name, model=None, steps=4, schedule=False
     return model, optimizer
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "adamw-8bit"])  # needs a GPU
 @pytest.mark.parametrize("schedule", [False, True])
 def test_the_optimizer_in_the_backward_pass_makes_the_same_updates(name, schedule):
     plain, _ = train_some_steps(Recipe(), name, schedule=schedule)
@@ -369,6 +370,20 @@ def test_the_optimizer_in_the_backward_pass_makes_the_same_updates(name, schedul
     for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(parameter.grad is None for parameter in fused.parameters())
+
+
+def test_8_bit_adam_says_what_it_lacks(monkeypatch):
+    here = [nn.Parameter(torch.zeros(2))]
+    with pytest.raises(ValueError, match="CUDA GPUs only, and the model is on .*cpu.*adafactor"):
+        make_optimizer("adamw-8bit", here, lr=0.1)
+
+    class Elsewhere:
+        device = torch.device("cuda")
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ValueError, match="needs the package bitsandbytes"):
+        make_optimizer("adamw-8bit", [Elsewhere()], lr=0.1)
 
 
 def test_the_optimizer_in_the_backward_pass_goes_on_from_its_state():
