@@ -165,7 +165,7 @@ def find_workload(
         workload = _torchvision_workload(name, num_labels, image_size)
     return Workload(
         workload.title,
-        partial(_build, workload.model_fn, dtype, freeze),
+        partial(build_as, workload.model_fn, dtype, freeze),
         partial(_batch_as, workload.batch_fn, dtype),
         workload.loss_fn,
         name,
@@ -181,7 +181,10 @@ def find_workload(
     )
 
 
-def _build(model_fn: Callable[[], nn.Module], dtype: str | None, frozen: str | None) -> nn.Module:
+def build_as(
+    model_fn: Callable[[], nn.Module], dtype: str | None = None, frozen: str | None = None
+) -> nn.Module:
+    """A new model with weights of `dtype` (see DTYPES), its part called `frozen` not trained."""
     model = model_fn()
     if dtype is not None:
         model.to(DTYPES[dtype])
