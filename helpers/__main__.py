@@ -379,7 +379,7 @@ def benchmark_blocks(folder: Path) -> dict[str, str]:
     def read(name: str) -> dict[str, Any]:
         path = folder / f"{name}.json"
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing: `make bench` writes it")
+            raise FileNotFoundError(f"{path} is missing: `make bench` or `make soak` writes it")
         return json.loads(path.read_text(encoding="utf-8"))
 
     published, loop, checkpointing = read("published"), read("loop"), read("checkpointing")
@@ -428,8 +428,19 @@ def benchmark_blocks(folder: Path) -> dict[str, str]:
     summary = f"{Table(groups).markdown()}\n\nPredicted on: {published['machine']}."
     return {
         "published": f"{summary}\n\n{details}",
-        "benchmarks": f"{Table(ratios).markdown()}\n\nMeasured on: {loop['machine']}.",
+        "benchmarks": f"{Table(ratios).markdown()}\n\nMeasured on: {loop['machine']}.\n\n"
+        f"{_soak_sentence(read('soak'))}",
     }
+
+
+def _soak_sentence(soak: Mapping[str, Any]) -> str:
+    files = " to ".join(str(count) for count in soak["open_files"])
+    return (
+        f"`make soak`: {soak['minutes']:g} minutes of training with {soak['workers']} loader "
+        f"workers ({soak['epochs']} epochs). After the first {soak['warm_up_minutes']:g} minutes "
+        f"memory grew by {soak['growth_mib_per_minute']:.2f} MiB a minute; open files: {files} "
+        f"after every third epoch. Measured on: {soak['machine']}."
+    )
 
 
 def _two_errors(group: Mapping[str, Any], stack: str) -> str:

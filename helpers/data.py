@@ -45,6 +45,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TRAIN_FOLDER = "train"
 VALIDATION_FOLDERS = ("val", "validation", "valid", "test")  # the first one found is used
 PICTURE_SUFFIXES = IMG_EXTENSIONS  # the file names that torchvision's ImageFolder takes
+LARGEST_PICTURE_FILE = 4 * Image.MAX_IMAGE_PIXELS  # bytes: as many pixels, not compressed at all
 HOLD_OUT = 5  # where a folder has no validation part, every fifth picture of a class becomes it
 
 
@@ -614,6 +615,9 @@ def _reason_against(entry: Path) -> str | None:
 def _examine(path: Path) -> tuple[str, str | None]:
     """The hash of a file's bytes, and why it cannot be trained on; None if it can."""
     try:
+        size = path.stat().st_size
+        if size > LARGEST_PICTURE_FILE:
+            return "", f"a file of {size:,} bytes, larger than any picture that is read"
         content = path.read_bytes()
     except OSError as error:
         return "", f"cannot be read: {error.strerror}"
@@ -914,6 +918,7 @@ XLMR_MAX_TOKENS = 512
 
 # So many comments are tokenised at a time: a million of them are never in memory as texts.
 COMMENTS_AT_ONCE = 1_000
+LONGEST_LINE = 2**24  # bytes
 
 
 class Comment(NamedTuple):
@@ -1273,7 +1278,7 @@ def _scan(file: CommentFile, start: int = 0) -> Iterator[tuple[int, Comment, flo
     line breaks inside quotes kept. A record that cannot be read for certain raises ValueError.
     """
     # Longer than any comment; Python's own limit is 131,072 characters.
-    csv.field_size_limit(max(csv.field_size_limit(), 2**24))
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))
     with file.path.open("rb") as binary:
         lines = _Utf8Lines(binary, file.path)
         records = csv.reader(lines, strict=True)
@@ -1344,9 +1349,14 @@ class _Utf8Lines:
         return self
 
     def __next__(self) -> str:
-        raw = self.binary.readline()
+        raw = self.binary.readline(LONGEST_LINE + 1)
         if not raw:
             raise StopIteration
+        if len(raw) > LONGEST_LINE:  # a file without line breaks must not fill the memory
+            raise ValueError(
+                f"{self.path}, line {self.number + 1}: longer than {LONGEST_LINE:,} bytes, which "
+                "no comment is. Is this a CSV file?"
+            )
         encoding = "utf-8" if self.offset else "utf-8-sig"
         self.number += 1
         self.offset += len(raw)

@@ -637,6 +637,8 @@ def nvml_memory(device: torch.device | int | str | None = None) -> NvmlReading:
         return _read_nvml(nvml, index)
     except _NoReading as error:
         return NvmlReading(reason=str(error))
+    except Exception as error:  # a reading is never worth a training run
+        return NvmlReading(reason=f"pynvml failed: {type(error).__name__}: {_text(error)}")
 
 
 def _cuda_index(device) -> int:

@@ -767,6 +767,7 @@ def _xlmr_from_folder(folder: Path, seed: int, **how: str) -> XlmrParts:
 def _load_xlmr(name: str, origin: str, seed: int, how: dict[str, str], **where: bool) -> XlmrParts:
     from transformers import AutoConfig, AutoTokenizer, XLMRobertaForSequenceClassification
 
+    where["trust_remote_code"] = False  # a folder may name code of its own: it is never run
     with _quiet_transformers(), _seeded(seed):
         _require_xlmr(AutoConfig.from_pretrained(name, **where), origin)
         tokenizer = AutoTokenizer.from_pretrained(name, **where)

@@ -546,3 +546,17 @@ def test_real_text_and_the_real_tokenizer(tmp_path):
     assert [tuple(val.read(i)) for i in range(len(val))] == [row[:3] for row in rows]
     lengths = [len(real(text)["input_ids"]) for _, text, _, _ in rows]
     assert loaders.truncated["val"] == np.mean([length > 16 for length in lengths])
+
+
+def test_a_file_without_line_breaks_is_refused_in_bounded_memory(tmp_path):
+    path = tmp_path / "jigsaw-toxic-comment-train.csv"
+    with path.open("wb") as file:
+        file.write(b"id,comment_text,toxic\n")
+        file.truncate(2**31)  # a hole: takes no room on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"line 2: longer than 16,777,216 bytes"):
+            comment_texts(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()

@@ -674,3 +674,10 @@ def test_real_odd_files():
     assert {"truncated_60pct.jpg", "zero_bytes.jpg", "header_only.jpg", "html_error_page.jpg"} <= {
         item.path.name for item in scan.skipped
     }
+
+
+def test_a_huge_file_with_a_pictures_name_is_not_read(tmp_path):
+    with (tmp_path / "huge.jpg").open("wb") as file:
+        file.truncate(2**33)  # a hole: takes no room on the disk
+    (skipped,) = scan_images(tmp_path).skipped
+    assert skipped.reason.startswith("a file of 8,589,934,592 bytes")

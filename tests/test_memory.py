@@ -610,3 +610,16 @@ def test_nvml_package_missing_or_broken(torch_sees, monkeypatch):
 
 def test_parts_are_the_ones_documented():
     assert PARTS == ("parameters", "gradients", "optimizer", "activations", "temporaries")
+
+
+@pytest.mark.parametrize("error", [OSError("no such function"), TypeError("bytes expected")])
+def test_nvml_never_raises_whatever_its_package_does(torch_sees, monkeypatch, error):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr("helpers.memory._cuda_index", lambda device: 0)
+    monkeypatch.setattr(
+        "helpers.memory._import_pynvml", lambda: types.SimpleNamespace(nvmlInit=broken)
+    )
+    reading = nvml_memory()
+    assert reading.used is None and "pynvml" in reading.reason

@@ -205,6 +205,7 @@ def test_report_of_the_benchmarks(tmp_path):
     blocks = benchmark_blocks(Path(__file__).parents[1] / "data" / "benchmarks")
     assert "ogc_resnet50_b64" in blocks["published"] and "torch" in blocks["published"]
     assert "hand-written loop" in blocks["benchmarks"]
+    assert "MiB a minute; open files" in blocks["benchmarks"]
 
 
 def test_replace_block():
