@@ -67,8 +67,14 @@ def get_helpers(copy="larger-models"):
                 f"Could not get the tutorial from {source} ({reason}): check the "
                 "address, and the internet (Kaggle has a switch for it in Settings)."
             ) from None
+        root = here / copy
+        if not (root / "helpers/bootstrap.py").exists():
+            raise Stop(
+                f"{source} is a repository, but not the tutorial's: remove the folder "
+                f"{copy} and give the right address."
+            )
     sys.modules.pop("helpers", None)  # in case another package has this name
-    sys.path.insert(0, str(root or here / copy))
+    sys.path.insert(0, str(root))
 
 
 try:

@@ -183,6 +183,15 @@ def test_without_an_address_it_is_one_sentence(stranger, tmp_path, source, expec
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_repository_is_told_from_the_tutorial(stranger, tmp_path):
+    other, cwd = tmp_path / "other.git", tmp_path / "cwd"
+    subprocess.run(["git", "init", "-q", "--bare", other], check=True)
+    cwd.mkdir()
+    done = run_code(stranger, CELL, cwd, TUTORIAL_SOURCE=str(other))
+    assert done.returncode != 0
+    assert "is a repository, but not the tutorial's" in done.stderr.strip().splitlines()[-1]
+
+
 def test_without_git_it_is_one_sentence(stranger, repository, tmp_path):
     done = run_code(stranger, CELL, tmp_path, TUTORIAL_SOURCE=str(repository), PATH="")
     assert "git" in done.stderr.strip().splitlines()[-1]
