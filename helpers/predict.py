@@ -1187,8 +1187,10 @@ class PlanSearch:
         self.leanest: tuple[Prediction, str, Recipe] | None = None
         self._known: dict[tuple[str, Recipe], Prediction] = {}
         self._needs: dict[tuple[str, bool], Prediction] = {}
-        # Bytes beside weights and optimizer state at the peak of the batch in one pass
+        # At the peak of the batch in one pass: bytes beside weights and optimizer state, and those
+        # of activations alone
         self._beyond: dict[tuple, int] = {}
+        self._activations: dict[tuple, int] = {}
         with FakeTensorMode() as fake_mode, _process_left_as_it_was():
             model = _build_model(workload.model_fn, fake_mode)
         self.is_sequence = type(model) is nn.Sequential
@@ -1203,10 +1205,7 @@ class PlanSearch:
     def search(self, names: tuple[str, ...], wanted: str | None) -> list[Plan]:
         """Plans with the first of the optimizers that has any, the fastest first."""
         if self.whole is None and not self._note(names[0], Recipe()):
-            needs = self.needs(names[0], Recipe()).split
-            peaks = self.predicted(names[0], Recipe()).phase_peaks
-            held = needs["parameters"] + needs["optimizer"]
-            self._beyond["off", None] = max(peaks[phase] for phase in PHASES[:-1]) - held
+            self._learn(names[0], Recipe())
         for name in names:
             for amp in ("off", "bf16" if self.gpu.flash else "fp16"):
                 self.try_recipes(name, Recipe(amp=amp))
@@ -1292,6 +1291,14 @@ class PlanSearch:
             )
         return False
 
+    def _learn(self, optimizer: str, recipe: Recipe) -> None:
+        """Remember what the batch takes in one pass, whatever the optimizer."""
+        prediction, states = self.predicted(optimizer, recipe), self.needs(optimizer, recipe).split
+        highest = max(prediction.phase_peaks[phase] for phase in PHASES[:-1])
+        kind = recipe.amp, recipe.checkpoint
+        self._beyond[kind] = highest - states["parameters"] - states["optimizer"]
+        self._activations[kind] = prediction.split["activations"]
+
     def _try_pieces(self, optimizer: str, recipe: Recipe) -> int | None:
         """The number of micro-batches with which `recipe` fits, None if there is none.
 
@@ -1304,11 +1311,10 @@ class PlanSearch:
         if held + self._beyond.get(kind, 0) <= self.capacity:
             if self._note(optimizer, recipe):
                 return 1
-            peaks = self.predicted(optimizer, recipe).phase_peaks
-            self._beyond[kind] = max(peaks[phase] for phase in PHASES[:-1]) - held
+            self._learn(optimizer, recipe)
         room = self.capacity - held - states["gradients"]
         counts = piece_counts(self.batch_size)
-        hopeful = [pieces for pieces in counts if self._beyond[kind] / pieces <= room]
+        hopeful = [pieces for pieces in counts if self._activations[kind] / pieces <= room]
         for pieces in hopeful or counts[-1:]:
             if self._note(optimizer, replace(recipe, accumulate=pieces)):
                 return pieces

@@ -887,15 +887,15 @@ def test_uneven_pieces_are_predicted_as_they_are_trained(batch, pieces):
 
 def test_a_batch_that_cannot_be_divided_is_never_more_or_less(capsys):
     workload = find_workload("vgg16", num_labels=2, image_size=64)
-    plain = predict_workload(workload, 31, Recipe(), "sgd")
-    least = predict_batch(workload, 31, Recipe(accumulate=2), "sgd").peak_allocated
+    plain = predict_workload(workload, 255, Recipe(), "sgd")
+    least = predict_batch(workload, 255, Recipe(accumulate=2), "sgd").peak_allocated
     card = Gpu("small", 500 + (plain.peak_allocated + least) // 2 // MIB)
-    plans = plan(workload, 31, card, "sgd", most=20).plans
+    plans = plan(workload, 255, card, "sgd", most=20).plans
     uneven = [p for p in plans if p.recipe.accumulate == 2 and p.recipe.checkpoint is None]
     assert uneven
     for a_plan in uneven:
-        assert "--whole-batch 31" in a_plan.command
-        assert any("1 micro-batch of 16 and 1 of 15" in change for change in a_plan.changes)
+        assert "--whole-batch 255" in a_plan.command
+        assert any("1 micro-batch of 128 and 1 of 127" in change for change in a_plan.changes)
         assert a_plan.prediction.flops == pytest.approx(plain.flops, rel=1e-6)
 
 
