@@ -124,6 +124,24 @@ def test_a_loss_that_does_not_average_over_samples_needs_its_own_count(pieces):
         assert (ours - theirs).abs().max() <= 1e-12
 
 
+def test_a_micro_batch_without_any_term_is_left_out():
+    """Divided by hand, a mean over nothing has a gradient of NaN whatever weighs it afterwards."""
+
+    def mean_of_kept(model, batch):
+        x, kept = batch
+        return (model(x).square().sum(dim=1) * kept).sum() / kept.sum()
+
+    x, _ = samples(6, torch.float64)
+    kept = torch.tensor([0, 0, 0, 1, 1, 0]).double()
+    judge = small_net(torch.float64)
+    mean_of_kept(judge, (x, kept)).backward()
+    model, _ = one_step(
+        Recipe(accumulate=3), (x, kept), loss_fn=mean_of_kept, count=lambda batch: batch[1].sum()
+    )
+    for ours, theirs in zip(gradients(model), gradients(judge), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 3, 10, 99])
 def test_split_batch_loses_nothing_whatever_the_kind(pieces):
     x, labels = samples(10)
