@@ -46,7 +46,7 @@ ALLOWED = {
         r"segments of 2 MiB, middle ones share 20 MiB",
     ],
     "the configuration of an article, or of one of our samples": [
-        r"(width 1,|batch 64,|batch 64 at|pictures at|1,000 classes,) 224 pixels",
+        r"(width 1,|batch 64,|batch 64 at|pictures (at|of)|1,000 classes,) 224 pixels",
         r"16 comments of 192 tokens",
         r"128 pixels square",
         r"VGG16 of width 1/8, 64 px",
