@@ -548,6 +548,12 @@ def add_predict(commands) -> None:
     parser.add_argument("--offload", action="store_true", help="activations in host memory")
     parser.add_argument("--zero-grad", choices=("none", "zero"), default="none")
     parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel's buckets too")
+    parser.add_argument(
+        "--shard-over",
+        type=int,
+        metavar="RANKS",
+        help="one of so many processes that share out the weights (FSDP2); the batch is its own",
+    )
     parser.add_argument("--gpu", help='a card such as T4, or a size such as "11 GiB"')
     parser.add_argument("--context", type=int, metavar="MIB", help="the CUDA context, if known")
     parser.add_argument("--expandable-segments", action="store_true")
@@ -585,6 +591,7 @@ def predict_command(options: argparse.Namespace) -> None:
         context=None if options.context is None else options.context * 1024**2,
         expandable_segments=options.expandable_segments,
         ddp=options.ddp,
+        ranks=options.shard_over,
     )
     if options.json:
         print(json.dumps(prediction.to_json(), indent=2))

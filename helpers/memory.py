@@ -231,6 +231,8 @@ class Tracker(TorchDispatchMode):
             self._see(tensor, "inputs")
         for tensor in _tensors(kwargs.values()):
             self._see(tensor, "inputs")
+        if func.namespace == "c10d":
+            self._see_exchange(args)
         result = self._call(func, args, kwargs)
         if isinstance(result, torch.Tensor):
             self._see(result)
@@ -254,17 +256,27 @@ class Tracker(TorchDispatchMode):
                 continue
             if role == "inputs" and isinstance(tensor, nn.Parameter):
                 role = "parameters"
-            block = Block(storage.nbytes(), self.phase, self._where(), role, self._host)
-            ref = _StorageRef(storage, self._freed)
-            ref.key, ref.block = storage._cdata, block
-            self._refs[ref.key] = ref
-            self._add_event(block, True)
+            self._add_storage(storage, role)
+
+    def _add_storage(self, storage: torch.UntypedStorage, role: str | None) -> None:
+        block = Block(storage.nbytes(), self.phase, self._where(), role, self._host)
+        ref = _StorageRef(storage, self._freed)
+        ref.key, ref.block = storage._cdata, block
+        self._refs[ref.key] = ref
+        self._add_event(block, True)
 
     def _resize(self, ref: _StorageRef, nbytes: int) -> None:
         old = ref.block
         self._add_event(old, False)
         ref.block = Block(nbytes, old.phase, old.where, old.role, old.host)
         self._add_event(ref.block, True)
+
+    def _see_exchange(self, args) -> None:
+        """Buffers of an exchange between processes are temporaries, unless known as gradients."""
+        for storage in (s for tensor in _tensors(args) for s in storages(tensor)):
+            ref = self._refs.get(storage._cdata)
+            if ref is not None:
+                ref.block.role = ref.block.role or "temporaries"
 
     def _watched_resize(self) -> Callable:
         """`UntypedStorage.resize_` that tells this tracker: FSDP so frees and refills the memory of
@@ -277,6 +289,8 @@ class Tracker(TorchDispatchMode):
             if ref is not None:
                 ref.block.role = ref.block.role or "temporaries"
                 self._resize(ref, nbytes)
+            elif storage.device.type == self.device_type:
+                self._add_storage(storage, "temporaries")
             return storage
 
         return watched

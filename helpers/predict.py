@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo  # FakeTensorMode loads it: not in the time of a prediction
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -33,6 +34,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -51,6 +53,7 @@ from helpers.cuda import (
     gpu_of,
     matrix_product_temporaries,
 )
+from helpers.distributed import shard_model
 from helpers.fake import RememberedResults
 from helpers.memory import (
     MIB,
@@ -62,7 +65,7 @@ from helpers.memory import (
     format_mib,
     round_up,
 )
-from helpers.models import blocks, legal_cuts, segments
+from helpers.models import blocks, legal_cuts, segments, sharding_units
 from helpers.train import (
     Batch,
     LossFunction,
@@ -542,6 +545,7 @@ def predict(
     context: int | None = None,
     expandable_segments: bool = False,
     ddp: bool = False,
+    ranks: int | None = None,
     stack: Stack = TODAY,
 ) -> Prediction:
     """Predict the memory of `train_step(model_fn(), batch_fn(), loss_fn, ...)` on a GPU.
@@ -553,7 +557,10 @@ def predict(
     for its kernels, its context (unless `context` says how many bytes) and its memory: torch's
     allocator gives free segments back before it fails, so a card that is nearly full reserves less
     than an endless one. ddp: with the buckets of
-    DistributedDataParallel. stack: as an older torch would do it, see `helpers.cuda.torch_stack`.
+    DistributedDataParallel. ranks: for the first of so many processes that share out weights,
+    gradients and optimizer state (FSDP2, as `helpers.distributed.distribute` sets it up); the batch
+    is then that of one process, and whole weights, while gathered, are temporaries. stack: as an
+    older torch would do it, see `helpers.cuda.torch_stack`.
 
     Raises PredictionError where the model or the loss must know the data to decide something.
     """
@@ -562,9 +569,12 @@ def predict(
         raise ValueError(f"device={device!r}: a prediction is for 'cuda' or 'cpu'")
     on_cuda = device == "cuda"
     card = gpu or DEFAULT_GPU
+    if ranks is not None and (ddp or ranks < 2):
+        raise ValueError(f"ranks={ranks}, ddp={ddp}: expected 2 or more ranks, and DDP off")
     tracker = FakeStepTracker(card if on_cuda else None, stack)
     with contextlib.ExitStack() as contexts:
         enter = contexts.enter_context
+        mesh = enter(_imagined_ranks(ranks)) if ranks is not None else None
         enter(_process_left_as_it_was())
         enter(_explained())
         fake_mode = enter(FakeTensorMode(allow_non_fake_inputs=True))
@@ -583,6 +593,7 @@ def predict(
             optimizer_fn or NoUpdate,
             on_cuda,
             ddp,
+            mesh,
         )
     prediction = _summarise(tracker, share, started)
     if on_cuda:
@@ -651,10 +662,12 @@ def _raised_in_forward(error: Exception) -> bool:
 
 
 def _run_steps(
-    tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn, on_cuda, ddp
+    tracker, fake_mode, model_fn, batch_fn, loss_fn, recipe, optimizer_fn, on_cuda, ddp, mesh
 ) -> float:
     """Steps until the memory held between them is steady; the share of the batch that ran."""
     model = _build_model(model_fn, fake_mode)
+    if mesh is not None:
+        model = shard_model(model, sharding_units(model), mesh)
     check_recipe(recipe, model)
     optimizer = build_optimizer(model, optimizer_fn, recipe)
     scaler = CalmScaler(enabled=recipe.amp == "fp16")
@@ -683,6 +696,26 @@ def _run_steps(
             if before == live:
                 break
     return share
+
+
+@contextlib.contextmanager
+def _imagined_ranks(ranks: int) -> Iterator[DeviceMesh]:
+    """A mesh of this process, as the first, and others that do not exist: torch's fake backend.
+
+    Its collectives return at once, so that FSDP itself can run in the prediction.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError(
+            f"ranks={ranks}: a prediction imagines its processes, and this one has joined real "
+            "ones; predict in a process of its own"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
 
 
 def _see_all(tracker: Tracker, batch: Batch) -> None:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from helpers.distributed import ShardedBatches, distribute, process_group, shard, whole_tensor
+from helpers.memory import measure
 from helpers.models import sharding_units
+from helpers.predict import predict
 from helpers.train import CATS_DOGS, Recipe, build_optimizer, make_optimizer, train, train_step
 
 
@@ -110,6 +113,7 @@ def worker(rank, rendezvous, out):
         },
         f"{out}/collectives_{rank}.pt",
     )
+    torch.save([share_of(*case) for case in SHARES], f"{out}/shares_{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -130,6 +134,64 @@ def collectives(wrap, synchronize_always=False):
     return {name: names.count(name) for name in ("gloo:all_reduce", "c10d::_reduce_scatter_base_")}
 
 
+class Tower(nn.Module):
+    """Not a sequence: what lies outside its repeated blocks is gathered with the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(300, 201)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(201, 201), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(201, 7)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def uneven_sequence():
+    """Rows that two processes cannot share evenly."""
+    return nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 401), nn.Linear(401, 7))
+
+
+SHARES = [
+    (uneven_sequence, Recipe()),
+    (uneven_sequence, Recipe(checkpoint=((0, 2), (2, 4)), clip_norm=1.0)),
+    (uneven_sequence, Recipe(accumulate=3)),
+    (Tower, Recipe(checkpoint="layers")),
+]
+PART_NAMES = ("parameters", "gradients", "optimizer")
+adamw = partial(make_optimizer, "adamw", lr=0.1)
+
+
+def some_batch():
+    return torch.ones(9, 300), torch.zeros(9, dtype=torch.long)
+
+
+def share_of(model_fn, recipe):
+    """Bytes that this process holds after a step, by part, and the measured peak of a step."""
+    model = with_shards(model_fn())
+    optimizer = build_optimizer(model, adamw, recipe)
+    batch = some_batch()
+    for _ in range(2):
+        with measure(model, optimizer, inputs=batch) as usage:
+            train_step(model, batch, CATS_DOGS.loss, optimizer, recipe)
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    parts = list(model.parameters()), [p.grad for p in model.parameters()], states
+    return {
+        **{name: held(tensors) for name, tensors in zip(PART_NAMES, parts, strict=True)},
+        "peak": usage.peak_bytes,
+    }
+
+
+def held(tensors):
+    """Bytes of the storages behind tensors, in units of 512; of shared-out ones the share here."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
+    return sum(-(-size // 512) * 512 for size in sizes.values())
+
+
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """The folder with what two processes left that did everything of `worker`."""
@@ -145,6 +207,36 @@ def test_gradients_are_exchanged_once_a_step(two_processes):
     assert counts["ddp"]["gloo:all_reduce"] == buckets + shares
     assert counts["without no_sync"]["gloo:all_reduce"] == ACCUMULATE * buckets + shares
     assert counts["shards"]["c10d::_reduce_scatter_base_"] == 3  # one a unit
+
+
+@pytest.mark.parametrize("case", range(len(SHARES)))
+def test_shares_are_as_predicted(two_processes, case):
+    """The first's to the byte, the other's at most as much; the peak but for gloo, which copies
+    what it adds up (NCCL does not)."""
+    model_fn, recipe = SHARES[case]
+    arguments = model_fn, some_batch, CATS_DOGS.loss, recipe, adamw
+    predicted = predict(*arguments, device="cpu", ranks=2)
+    whole_weights = sum(parameter.nbytes for parameter in model_fn().parameters())
+    first, second = (
+        torch.load(two_processes / f"shares_{rank}.pt", weights_only=True)[case]
+        for rank in range(2)
+    )
+    for name in PART_NAMES:
+        assert predicted.timeline.parts[name][-1] == first[name] >= second[name], name
+    assert first["parameters"] == pytest.approx(whole_weights / 2, rel=0.02)
+    assert predicted.peak_allocated <= first["peak"] < predicted.peak_allocated + whole_weights
+    if recipe.accumulate > 1:  # the peak lies elsewhere than in the sums
+        assert predicted.peak_allocated == first["peak"]
+    assert predict(*arguments, ranks=4).timeline.parts["parameters"][-1] == pytest.approx(
+        whole_weights / 4, rel=0.05
+    )
+
+
+def test_a_prediction_leaves_no_process_group():
+    with pytest.raises(ValueError, match="ranks=1"):
+        predict(uneven_sequence, some_batch, CATS_DOGS.loss, ranks=1)
+    predict(uneven_sequence, some_batch, CATS_DOGS.loss, ranks=2)
+    assert not dist.is_initialized()
 
 
 def test_two_processes_train_like_one(two_processes):
