@@ -181,7 +181,8 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The whole state of the optimizer of `model`; of a sharded one on the CPU."""
-    if not is_sharded(model):
+    # Before the first step torch would make a state by taking one, which counts as a step later.
+    if not is_sharded(model) or not optimizer.state:
         return optimizer.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
