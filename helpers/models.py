@@ -260,7 +260,7 @@ def _run(children: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _run_in_chunks(segment: Callable, chunks: int, x: torch.Tensor) -> torch.Tensor:
+def run_in_chunks(segment: Callable, chunks: int, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([segment(part) for part in x.tensor_split(min(chunks, len(x)))])
 
 
@@ -378,7 +378,7 @@ def checkpointing(model: nn.Module, how: Checkpoint) -> Iterator[None]:
             pieces += children[position:start]
             piece = children[start:stop]
             segment = _noting(_checkpointed(partial(_run, piece), piece), piece, trained)
-            pieces.append(partial(_run_in_chunks, segment, *chunks) if chunks else segment)
+            pieces.append(partial(run_in_chunks, segment, *chunks) if chunks else segment)
             position = stop
         pieces += children[position:]
         replaced = {model: partial(_run, pieces)}
