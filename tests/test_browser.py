@@ -1,11 +1,14 @@
 """Every notebook as a reader runs it: opened in JupyterLab in a browser, all cells run, watched.
+And the pages of a run, on the screens of a phone and of a desk.
 
 JupyterLab serves copies without outputs. A kernel that dies leaves no error output, only missing
 execution counts and a dialog, so those are looked at too. Without Chromium these tests are skipped,
 or fail where REQUIRE_BROWSER is set.
 """
 
+import base64
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -19,7 +22,10 @@ from pathlib import Path
 import nbformat
 import pytest
 from ipykernel.kernelspec import get_kernel_dict
+from PIL import Image
 from playwright.sync_api import sync_playwright
+
+from helpers.pages import write_pages
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -315,3 +321,88 @@ def test_what_goes_wrong_is_seen(browser, lab, sources, expected):
     problems = run_in_lab(browser, lab, made_up(lab, *sources)).problems()
     for sentence in expected:
         assert any(sentence in problem for problem in problems), problems
+
+
+# --- The pages of a run --------------------------------------------------------------------
+
+WIDE = "x = 1  # " + "as wide as no screen is, " * 20
+TABLE = "<table><tr>" + "<td>some column</td>" * 30 + "</tr></table>"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The pages of all notebooks, and of one with everything that is wide."""
+    folder = tmp_path_factory.mktemp("runs")
+    figure = nbformat.v4.new_output(
+        "display_data",
+        {"image/png": base64.b64encode(wide_picture()).decode(), "text/plain": "figure"},
+        metadata={"image/png": {"alt": "A wide figure"}},
+    )
+    table = nbformat.v4.new_output("display_data", {"text/html": TABLE, "text/plain": "table"})
+    cells = [
+        nbformat.v4.new_markdown_cell(
+            f"# 0 · Wide\n`{'long_name' * 20}`\n\n```python\n{WIDE}\n```"
+        ),
+        nbformat.v4.new_code_cell(f"{WIDE}\n{WIDE}", outputs=[figure, table]),
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "00_wide.ipynb")
+    for path in NOTEBOOKS:
+        (folder / path.name).write_bytes(path.read_bytes())
+    names = ["00_wide", *(path.stem for path in NOTEBOOKS)]
+    write_pages(folder, names, results=TABLE, about="A machine.")
+    return folder
+
+
+def wide_picture():
+    buffer = io.BytesIO()
+    Image.new("RGB", (2000, 100)).save(buffer, "png")
+    return buffer.getvalue()
+
+
+# What sticks out of the page, or can be brought into view by no scrolling of its own box.
+OUT_OF_REACH = """() => {
+  const found = [];
+  const root = document.documentElement;
+  if (root.scrollWidth > root.clientWidth) found.push(`the page is ${root.scrollWidth} wide`);
+  for (const element of document.querySelectorAll('pre, table, img')) {
+    let box = element;
+    while (box && !['auto', 'scroll'].includes(getComputedStyle(box).overflowX))
+      box = box.parentElement;
+    box = box ?? root;
+    const content = document.createRange();
+    content.selectNodeContents(element);
+    const edges = () => {
+      const inner = element.tagName === 'IMG' ? element : content;
+      return [inner.getBoundingClientRect(), box.getBoundingClientRect()];
+    };
+    box.scrollLeft = 0;
+    const [left, outerLeft] = edges();
+    box.scrollLeft = 1e6;
+    const [right, outerRight] = edges();
+    if (left.left < outerLeft.left - 1 || right.right > outerRight.right + 1 ||
+        outerRight.right > root.clientWidth + 1)
+      found.push(`${element.tagName}: ${element.textContent.slice(0, 60)}`);
+    if (element.tagName === 'IMG' && !element.naturalWidth) found.push('a broken figure');
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_pages_suit_a_screen_of(browser, pages, width):
+    page = browser.new_page()
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    try:
+        page.set_viewport_size({"width": width, "height": 800})
+        page.goto((pages / "index.html").as_uri())
+        assert page.evaluate(OUT_OF_REACH) == []
+        for number, path in enumerate(sorted(pages.glob("*.ipynb"))):
+            page.locator("h2 a").nth(number).click()
+            assert page.url == path.with_suffix(".html").as_uri()
+            assert page.evaluate(OUT_OF_REACH) == [], path.stem
+            page.locator("a", has_text="All results").first.click()
+        assert page.url == (pages / "index.html").as_uri()
+        assert [url for url in asked if not url.startswith(("file://", "data:"))] == []
+    finally:
+        page.close()
