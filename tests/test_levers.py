@@ -341,6 +341,16 @@ def test_expandable_segments_lower_what_is_reserved():
     assert prediction.peak_allocated <= expanded.peak_reserved < 0.9 * prediction.peak_reserved
 
 
+@pytest.mark.parametrize("how", [None, "layers"])
+def test_both_half_precisions_take_the_same_memory(how):
+    """So a table may give them one line; fp16's scaler holds a few single numbers."""
+    fp16, bf16 = (
+        predict(*Case(Recipe(amp=amp, checkpoint=how)).arguments()) for amp in ("fp16", "bf16")
+    )
+    assert 0 <= fp16.peak_allocated - bf16.peak_allocated <= 8 * 512
+    assert fp16.peak_reserved == bf16.peak_reserved
+
+
 # --- Freezing --------------------------------------------------------------------------------
 
 
