@@ -96,3 +96,16 @@ def test_runs_and_records_results(path, tmp_path):
     # The last code cell is the one that records.
     last = [cell for cell in code_cells(executed) if cell.source.strip()][-1]
     assert "record(" in last.source
+
+
+def test_questions_name_sections_that_exist():
+    text = (NOTEBOOKS[0].parent / "QUESTIONS.md").read_text(encoding="utf-8")
+    threads = re.findall(r"\[([\w./-]+)#(\d+)\]\((\S+)\)", text)
+    named = re.findall(r"\]\((\d\d_\w+\.ipynb)\), \"([^\"]+)\"", text)
+    assert len(threads) == len(named) == text.count("?**") > 0
+    for repository, number, address in threads:
+        assert address == f"https://github.com/{repository}/issues/{number}"
+    for name, section in named:
+        notebook = read(NOTEBOOKS[0].parent / name)
+        cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+        assert re.search(rf"^#+ {re.escape(section)}$", "\n".join(cells), re.MULTILINE), section
