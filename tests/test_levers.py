@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from transformers import XLMRobertaForSequenceClassification
 
@@ -561,3 +562,37 @@ def test_levers_that_train_nothing_are_refused():
     model = nn.Sequential(nn.Linear(2, 2)).requires_grad_(False)
     with pytest.raises(ValueError, match="unfreeze at least one layer"):
         train(model, [], None, COMMENTS, make_optimizer("sgd", model.parameters(), 0.1), epochs=1)
+
+
+# --- The compiler's budget ------------------------------------------------------------------
+
+
+def test_a_compiled_step_keeps_less_within_a_smaller_budget():
+    images, labels = torch.randn(4, 3, 32, 32), torch.arange(4) % 2
+    kept_bytes, gradients = {}, {}
+    for budget in (None, 1.0, 0.3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = vgg16(width=0.0625).eval()  # without dropout: compiled code draws other numbers
+        if budget is not None:
+            model.compile(backend="aot_eager_decomp_partition")
+        kept = {}
+
+        def note(tensor, kept=kept):
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with functorch_config.patch(activation_memory_budget=budget or 0.0):
+            CATS_DOGS.loss(model, (images, labels)).backward()  # compiles
+        model.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = CATS_DOGS.loss(model, (images, labels))
+        loss.backward()
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept_bytes[budget] = sum(size for key, size in kept.items() if key not in own)
+        gradients[budget] = [parameter.grad for parameter in model.parameters()]
+    assert kept_bytes[0.3] < kept_bytes[1.0] < kept_bytes[None]
+    for budget in (1.0, 0.3):
+        for compiled, eager in zip(gradients[budget], gradients[None], strict=True):
+            torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-5)
