@@ -143,7 +143,10 @@ def segments(
         pools = [i + 1 for i, child in enumerate(model) if isinstance(child, nn.MaxPool2d)]
         if not pools:
             raise ValueError("checkpoint='pools': the model has no nn.MaxPool2d among its children")
-        return list(zip([0, *pools[:-1]], pools, strict=True))
+        # An in-place activation behind a pool belongs to the pool's segment.
+        ends = [next(cut for cut in (*cuts, len(model)) if cut >= pool) for pool in pools]
+        ends = list(dict.fromkeys(ends))
+        return list(zip([0, *ends[:-1]], ends, strict=True))
     if isinstance(how, int):
         if not 2 <= how <= len(cuts) + 1:
             raise ValueError(

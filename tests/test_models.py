@@ -240,6 +240,20 @@ def test_segments_that_a_model_cannot_have(small_vgg, how, message):
         segments(small_vgg, how)
 
 
+def test_an_in_place_activation_behind_a_pool_belongs_to_its_segment():
+    layers = [nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.ReLU(inplace=True))
+    assert segments(model, "pools") == [(0, 3), (3, 5)]
+    images = torch.randn(2, 3, 16, 16)
+    gradients = []
+    for how in (None, "pools"):
+        model.zero_grad()
+        with checkpointing(model, how):
+            model(images).sum().backward()
+        gradients.append(model[0].weight.grad.clone())
+    assert torch.equal(*gradients)
+
+
 def test_pools_need_pools():
     with pytest.raises(ValueError, match="no nn.MaxPool2d"):
         segments(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "pools")
