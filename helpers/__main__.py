@@ -40,7 +40,13 @@ from helpers.notebook import (
     set_seed,
 )
 from helpers.pages import write_pages
-from helpers.publish import open_links, refresh, repository_address, write_first_cells
+from helpers.publish import (
+    open_links,
+    read_notebook,
+    refresh,
+    repository_address,
+    write_first_cells,
+)
 
 # --- Running the notebooks -----------------------------------------------------------------
 
@@ -134,7 +140,7 @@ def recorded(notebook: Mapping[str, Any]) -> tuple[list[dict], list[dict]]:
 
 def data_parameter(path: Path, photos: Path | None, comments: Path | None) -> dict[str, str]:
     """DATA for one notebook: the comments where it reads comments, the photos otherwise."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = read_notebook(path)["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     data = comments if re.search(r"\bjigsaw\(", code) else photos
     return {} if data is None else {"DATA": str(data)}
@@ -449,7 +455,7 @@ def _two_errors(group: Mapping[str, Any], stack: str) -> str:
 
 def _first_sentence(path: Path) -> str:
     """The sentence below the title of a notebook."""
-    source = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+    source = "".join(read_notebook(path)["cells"][0]["source"])
     below = source.partition("\n")[2].strip()
     paragraph = " ".join(below.partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s", paragraph)[0]
