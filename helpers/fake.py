@@ -87,6 +87,8 @@ def _key(value: Any) -> Any:
 def _recipe(kind: str, args: tuple, result: Any) -> Callable | None:
     """A function of the arguments that makes such a result again, or None where that is unsafe."""
     if kind == "in place":
+        if result is None:  # a whole list at once
+            return lambda args: None
         return (lambda args: args[0]) if result is args[0] else None
     given = [_storage(tensor) for tensor in tree_leaves(args) if type(tensor) is FakeTensor]
     if type(result) is FakeTensor:
@@ -94,14 +96,15 @@ def _recipe(kind: str, args: tuple, result: Any) -> Callable | None:
         if given and _storage(result) == given[0] and type(args[0]) is FakeTensor:
             return _view_maker(result)
         return None if kind == "view" or _storage(result) in given else _maker(result)
-    if kind == "new" and isinstance(result, tuple):
+    if kind == "new" and isinstance(result, (tuple, list)):
         results = [one for one in result if one is not None]
         if not all(type(one) is FakeTensor for one in results):
             return None
         owned = {_storage(one) for one in results}
         makers = [None if one is None else _maker(one) for one in result]
         if len(owned) == len(results) == sum(map(bool, makers)) and not owned & set(given):
-            return lambda args: tuple(maker and maker(args) for maker in makers)
+            of_kind = type(result)
+            return lambda args: of_kind(maker and maker(args) for maker in makers)
     return None
 
 

@@ -223,7 +223,10 @@ class Tracker(TorchDispatchMode):
         self._recording = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        return self._record(func, args, kwargs or {})
+
+    def _record(self, func, args: tuple, kwargs: dict):
+        """Call an operation and count what it makes."""
         before, self.phase = self.phase, self._find_phase(func, args)
         if before in IN_BACKWARD and self.phase not in IN_BACKWARD:
             self._scan_gradients()

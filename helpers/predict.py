@@ -136,14 +136,24 @@ class FakeStepTracker(Tracker):
         self.output_bytes: dict[str, int] = {}  # of the modules of a sequence, by their number
         self._call = RememberedResults().call
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping it off takes time at every operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return func(*args)
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if func is aten._local_scalar_dense.default and self._optimizers:
             # Optimizers that read a norm use it as a factor: any number leads to the same memory.
             return 1.0 if args[0].is_floating_point() else 1
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._count(func, args, kwargs or {}, result)
+        if self._optimizers:
+            # torch knows the values of step counters and would count on; nobody reads them here.
+            for tensor in _tensors(args):
+                if isinstance(tensor, FakeTensor):
+                    tensor.constant = None
+        result = self._record(func, args, kwargs)
+        self._count(func, args, kwargs, result)
         if self.gpu is not None:
             if func in MATRIX_PRODUCTS:
                 if self._manages_workspace:

@@ -79,6 +79,16 @@ def test_views_share_and_work_in_place_returns_the_argument():
         assert all(result is a for result in twice(aten.add_.Tensor, a, 1))
 
 
+def test_lists_of_tensors_are_remembered_too():
+    with FakeTensorMode():
+        many = [torch.empty(4, 6), torch.empty(3)]
+        first, second = twice(aten._foreach_mul.Scalar, many, 2)
+        assert [t.shape for t in first] == [t.shape for t in second] == [t.shape for t in many]
+        owners = {storage(tensor) for tensor in [*first, *second, *many]}
+        assert type(first) is type(second) and len(owners) == 6
+        assert twice(aten._foreach_add_.Scalar, many, 1) == [None, None]
+
+
 def test_equal_numbers_of_different_types_are_told_apart():
     results = RememberedResults()
     with FakeTensorMode():
