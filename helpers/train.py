@@ -835,7 +835,8 @@ def train(
 
     Peak memory: on a GPU of the whole epoch; on a CPU of the epoch's first two steps, since
     watching every tensor would slow the rest. `evaluate_train` scores the training data once more
-    after the epoch. Switches of the recipe that save nothing here are announced by a warning.
+    after the epoch. Scoring leaves all random numbers as they were, so it changes nothing of the
+    training. Switches of the recipe that save nothing here are announced by a warning.
 
     `save_dir` keeps the weights of the last and of the best epoch as `epoch_N.pt` (with `save_all`
     those of every epoch), and everything needed to go on in `snapshot.pt`, written after every
@@ -869,8 +870,10 @@ def train(
     while len(run.results) < epochs:
         started = time.perf_counter()
         loss = run.train_epoch(f"epoch {len(run.results) + 1}/{epochs}")
+        generators = run.generators()
         train_score = evaluate(model, train_loader, task, recipe).score if evaluate_train else None
         validation = evaluate(model, val_loader, task, recipe) if val_loader is not None else None
+        run.set_generators(generators)
         progress = run.progress
         run.results.append(
             EpochResult(
@@ -960,7 +963,7 @@ class _Run:
         progress = self.progress
         skip = progress.steps
         if not skip:
-            self.epoch_start = self._generators()
+            self.epoch_start = self.generators()
         started = time.perf_counter()
         on_gpu = device_of(self.model).type == "cuda"
         with contextlib.ExitStack() as stack:
@@ -1056,7 +1059,7 @@ class _Run:
     def save_snapshot(self, seconds: float = 0.0) -> None:
         """Write everything that going on needs. Of several processes the first writes for all."""
         if not self.progress.steps:
-            self.epoch_start = self._generators()
+            self.epoch_start = self.generators()
         elif not math.isfinite(self.progress.losses[-1]) and self.progress.skipped_in_a_row == 0:
             raise FloatingPointError(
                 f"the loss of step {self.progress.steps} is {float(self.progress.losses[-1])}: the "
@@ -1119,11 +1122,7 @@ class _Run:
             self.scheduler.load_state_dict(state["scheduler"])
         rank = process_rank(self.model)
         self.results, self.progress, self.epoch_start = results, progress, starts[rank]
-        for generator, generator_state in zip(
-            self._all_generators(), self.epoch_start["generators"], strict=True
-        ):
-            generator.set_state(generator_state)
-        set_rng_state(self.epoch_start["rng"])
+        self.set_generators(self.epoch_start)
         self.rng_now = rng[rank] if progress.steps else None
         temporary_path(self.snapshot_path).unlink(missing_ok=True)
         print(
@@ -1186,9 +1185,18 @@ class _Run:
     def _all_generators(self) -> list[torch.Generator]:
         return [*loader_generators(self.loader), *loader_generators(self.val_loader)]
 
-    def _generators(self) -> dict[str, Any]:
+    def generators(self) -> dict[str, Any]:
+        """Where all random numbers of the run stand."""
         states = [generator.get_state() for generator in self._all_generators()]
         return {"rng": rng_state(), "generators": states}
+
+    def set_generators(self, state: dict[str, Any]) -> None:
+        """Put all random numbers where `generators` found them."""
+        for generator, generator_state in zip(
+            self._all_generators(), state["generators"], strict=True
+        ):
+            generator.set_state(generator_state)
+        set_rng_state(state["rng"])
 
 
 # --- Measuring one step --------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from helpers.data import cats_vs_dogs
 from helpers.models import vgg16
 from helpers.train import (
     CATS_DOGS,
@@ -31,6 +32,7 @@ from helpers.train import (
     check_recipe,
     choose_amp,
     evaluate,
+    fingerprint,
     make_optimizer,
     make_scaler,
     measure_step,
@@ -563,6 +565,22 @@ def test_training_is_the_shortest_hand_written_loop():
         assert math.isclose(result.train_loss, total / 20, rel_tol=1e-6)
     for a, b in zip(model.parameters(), judge.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_scoring_changes_nothing_of_the_training():
+    """Neither the order of the pictures, nor how they are cropped, nor dropout."""
+    ends = []
+    for scored in (True, False):
+        data = cats_vs_dogs(image_size=32, batch_size=8, train_limit=24, val_limit=8, seed=3)
+        torch.manual_seed(5)
+        model = vgg16(width=0.0625)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        val_loader = data.val if scored else None
+        log = train(
+            model, data.train, val_loader, CATS_DOGS, optimizer, epochs=3, evaluate_train=scored
+        )
+        ends.append(fingerprint(model, torch.tensor([epoch.train_loss for epoch in log])))
+    assert ends[0] == ends[1]
 
 
 def test_every_epoch_has_its_typed_result():
