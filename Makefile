@@ -6,9 +6,11 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 BUSY := $(VENV)/unfinished
 
-# Threads that wait at a barrier sleep instead of spinning: two spinning threads collapse (some
-# twenty times slower) as soon as another program wants one of the cores.
+# Threads that wait at a barrier spin for a moment and then sleep: two that go on spinning collapse
+# (some twenty times slower) as soon as another program wants one of the cores, and two that sleep
+# at once are slower where nothing does. (GNU's OpenMP reads the second, others the first.)
 export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 2000
 
 .PHONY: run test lab soak bench gpu-check notebooks report kaggle clean
 

@@ -56,8 +56,10 @@ def private_kernel(runs: Path, **environment: str) -> Iterator[str]:
         spec = Path(folder, "kernels", "this-python", "kernel.json")
         spec.parent.mkdir(parents=True)
         env = {
-            # Threads that wait sleep: spinning ones collapse when anything else wants a core.
+            # Threads that wait spin for a moment and then sleep: those that go on spinning
+            # collapse when anything else wants a core, those that sleep at once are slower.
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive"),
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
             # Frozen modules matter to a debugger only, which warns of them at every start.
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
             "TQDM_DISABLE": "1",  # nobody watches the bars
