@@ -886,3 +886,59 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+# --- torch.compile's planner ---------------------------------------------------------------
+
+
+class SplitByCompiler(nn.Module):
+    """`model`, its step split into a forward and a backward graph as torch.compile splits it.
+
+    `budget` is the share of the activations that the forward graph may keep for the backward graph,
+    from 1 (what torch's planner keeps of its own accord) to 0 (inputs only); the rest is computed
+    again. The graphs run operation by operation, so they can be measured and predicted; compiled
+    ones keep the same, and need fewer temporaries where a compiler fuses operations. `example`: an
+    input of the shape that all inputs have. Method: torch's activation memory budget, in
+    `torch._functorch.config`.
+    """
+
+    def __init__(self, model: nn.Module, budget: float, example: torch.Tensor):
+        # Takes a second to import, and nothing else needs it.
+        from functorch.compile import aot_function, min_cut_rematerialization_partition
+        from torch._functorch import config
+        from torch._inductor.compile_fx import select_decomp_table
+
+        if not 0 <= budget <= 1:
+            raise ValueError(f"budget={budget}: expected a share of the activations, 0 to 1")
+        super().__init__()
+        self.model = model
+        names = list(self._tensors())
+
+        def run(x, *tensors):
+            return torch.func.functional_call(model, dict(zip(names, tensors, strict=True)), x)
+
+        self._split = aot_function(
+            run,
+            _run_graph,
+            _run_graph,
+            partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+            decompositions=select_decomp_table(),
+        )
+        with config.patch(activation_memory_budget=budget):
+            self(example)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._split(x, *self._tensors().values())
+
+
+def _run_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """A graph as a function, run operation by operation; values go when nothing needs them."""
+
+    def run(values: list) -> Any:
+        return torch.fx.Interpreter(graph).boxed_run(values)
+
+    run._boxed_call = True  # tells torch to hand the values over, and to keep none
+    return run
