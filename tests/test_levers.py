@@ -591,24 +591,27 @@ def test_the_compilers_budget_changes_memory_only():
 
 
 def test_a_smaller_budget_keeps_less_as_measured_and_as_predicted():
-    def kept(budget):
-        """Bytes that torch.compile itself keeps for the backward pass: the judge."""
+    def compiled(budget):
+        """Bytes that torch.compile itself keeps for the backward pass, and the gradients."""
         torch._dynamo.reset()
         model, seen = split_vgg(None), {}
-        model.compile(backend="aot_eager_decomp_partition")
+        if budget is not None:
+            model.compile(backend="aot_eager_decomp_partition")
 
         def note(tensor):
             storage = tensor.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with functorch_config.patch(activation_memory_budget=budget):
+        with functorch_config.patch(activation_memory_budget=budget or 0.0):
             CATS_DOGS.loss(model, small_pictures()).backward()  # compiles
+        model.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = CATS_DOGS.loss(model, small_pictures())
+        loss.backward()
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        del loss
-        return sum(size for key, size in seen.items() if key not in own)
+        kept = sum(size for key, size in seen.items() if key not in own)
+        return kept, [parameter.grad for parameter in model.parameters()]
 
     def after_forward(budget):
         """Bytes alive beside the parameters when the backward pass begins."""
@@ -618,10 +621,15 @@ def test_a_smaller_budget_keeps_less_as_measured_and_as_predicted():
         del loss
         return usage.timeline.live[-1] - sum(p.nbytes for p in model.parameters())
 
-    compiled, ours = ([size(b) for b in (1.0, 0.3, 0.1)] for size in (kept, after_forward))
-    assert compiled == sorted(compiled, reverse=True) and len(set(compiled)) == 3
-    for theirs, live in zip(compiled, ours, strict=True):
-        assert abs(live - theirs) < 0.02 * compiled[0]  # the input, the loss, rounding to 512
+    budgets = (None, 1.0, 0.3, 0.1)
+    kept, gradients = zip(*map(compiled, budgets), strict=True)
+    assert kept[3] < kept[2] < kept[1] < kept[0]
+    for of_compiled in gradients[1:]:
+        for theirs, plain in zip(of_compiled, gradients[0], strict=True):
+            torch.testing.assert_close(theirs, plain, rtol=1e-3, atol=1e-5)
+    for budget, theirs in zip(budgets[1:], kept[1:], strict=True):
+        # the input, the loss, rounding to 512
+        assert abs(after_forward(budget) - theirs) < 0.02 * kept[1]
 
     arguments = small_pictures, CATS_DOGS.loss, Recipe(), partial(make_optimizer, "sgd", lr=0.1)
     for budget in (1.0, 0.3):
